@@ -1,1 +1,1 @@
-"""Commands of the repository that no installed package needs."""
+"""Development commands of the repository; the installed packages do not use them."""

@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of the table."""
+    """Row of the table of results."""
 
     name: str
     verdict: str
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks, or one part in this process; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--device", choices=("cpu", "cuda", "npu"), help="by default the one that torch finds"
+        "--device", choices=("cpu", "cuda", "npu"), help="kind of device (default: detected by torch)"
     )
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    device = options.device or _device_here()
+    device = options.device or _available_device()
     if device is None:
         print("torch finds no GPU or NPU on this machine, so nothing was checked.")
         return 2
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def checks(device: str) -> list[Check]:
     """Return all checks for a kind of device, the most important first."""
-    here = [sys.executable, "-m", "tools.device_checks", "--device", device, "--part"]
+    module = [sys.executable, "-m", "tools.device_checks", "--device", device, "--part"]
     pytest = [sys.executable, "-m", "pytest"]
     return [
-        *(Check(name, [*here, part], seconds) for part, (name, seconds, _) in PARTS.items()),
+        *(Check(name, [*module, check], seconds) for check, (name, seconds, _) in PARTS.items()),
         Check("captured graphs", [*pytest, "-m", "device", "tests/moe", "tests/e2e"], 200),
         Check("lanes between devices", [*pytest, "-k", "cuda", "tests/swap/test_lanes.py"], 60),
     ]
@@ -94,7 +94,7 @@ def run(planned: Sequence[Check], seconds: float) -> list[Outcome]:
     for check in planned:
         began = time.monotonic()
         allowed = min(check.seconds, end - began)
-        verdict, text = _ran(check, allowed) if allowed > 0 else (FAILED, "no time left")
+        verdict, text = _run_check(check, allowed) if allowed > 0 else (FAILED, "no time left")
         outcomes.append(Outcome(check.name, verdict, time.monotonic() - began, text))
         print(f"{check.name}: {verdict}", flush=True)
     return outcomes
@@ -103,19 +103,19 @@ def run(planned: Sequence[Check], seconds: float) -> list[Outcome]:
 def report(outcomes: Sequence[Outcome]) -> int:
     """Print the table; return 1 if a check failed, else 0."""
     print()
-    for one in outcomes:
-        print(f"{one.verdict:<8} {one.name:<32} {one.seconds:>6.1f} s  {one.text[:_WIDTH]}")
-    return int(any(one.verdict == FAILED for one in outcomes))
+    for row in outcomes:
+        print(f"{row.verdict:<8} {row.name:<32} {row.seconds:>6.1f} s  {row.text[:_WIDTH]}")
+    return int(any(row.verdict == FAILED for row in outcomes))
 
 
-def _device_here() -> str | None:
+def _available_device() -> str | None:
     npu = getattr(torch, "npu", None)
     if torch.cuda.is_available():
         return "cuda"
     return "npu" if npu is not None and npu.is_available() else None
 
 
-def _ran(check: Check, seconds: float) -> tuple[str, str]:
+def _run_check(check: Check, seconds: float) -> tuple[str, str]:
     pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(check.command, **pipes, text=True, start_new_session=True) as process:
         try:
@@ -128,8 +128,8 @@ def _ran(check: Check, seconds: float) -> tuple[str, str]:
     if process.returncode not in (0, _NO_TESTS):
         print(output[-4000:], errors[-4000:], sep="\n", flush=True)
         return FAILED, _last(errors) or text
-    nothing = process.returncode == _NO_TESTS or (" skipped" in text and " passed" not in text)
-    return SKIPPED if nothing else PASSED, text
+    skipped = process.returncode == _NO_TESTS or (" skipped" in text and " passed" not in text)
+    return SKIPPED if skipped else PASSED, text
 
 
 def _last(output: str) -> str:
@@ -152,12 +152,12 @@ def of_round_trip(output: str) -> str:
     Raises ``RuntimeError`` if the round trip did not succeed.
     """
     try:
-        found = [one for one in json.loads(output) if one["name"] not in _ENVIRONMENT]
+        findings = [row for row in json.loads(output) if row["name"] not in _ENVIRONMENT]
     except ValueError:
         raise RuntimeError(_last(output)) from None
-    failed = [one for one in found if one["verdict"] == FAILED]
-    text = "; ".join(f"{one['name']}: {one['text']}" for one in failed or found)
-    if failed or not found:
+    failed = [row for row in findings if row["verdict"] == FAILED]
+    text = "; ".join(f"{row['name']}: {row['text']}" for row in failed or findings)
+    if failed or not findings:
         raise RuntimeError(text or "the doctor did not test the devices")
     return text
 
@@ -172,15 +172,17 @@ def staging(device: torch.device) -> str:
     from worker_agent.swap.staging import Staging
 
     weights = [torch.zeros((16, _HIDDEN, _INTERMEDIATE), dtype=torch.int8, device=device) for _ in range(2)]
-    held = Staging()
-    reserved = [buffer.data_ptr() for buffer in held.reserve([weights], [16])[0]]
+    reserved_staging = Staging()
+    reserved = [buffer.data_ptr() for buffer in reserved_staging.reserve([weights], [16])[0]]
     before = _allocated(device)
     for rows in (1, 7, 16):
-        if [buffer.data_ptr() for buffer in held.reserve([weights], [rows])[0]] != reserved:
+        if [buffer.data_ptr() for buffer in reserved_staging.reserve([weights], [rows])[0]] != reserved:
             raise RuntimeError(f"staging for {rows} experts is outside the memory that was reserved for 16")
     if _allocated(device) != before:
         raise RuntimeError("a transfer within the reserved staging allocates device memory")
-    return f"{held.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
+    return (
+        f"{reserved_staging.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
+    )
 
 
 def _allocated(device: torch.device) -> int:

@@ -1,8 +1,9 @@
-"""How the functions that an adapter relies on look in engines' sources, which need not be installed for it.
+"""Fingerprints of the engine functions that an adapter relies on, from the engines' sources.
 
-``make known-engines`` records every version that ``engine_sources`` lists in the adapters' ``known.json``, and prints
-what changed from each to the next: read that before a new one is listed. ``ARGS="--engine vllm TARGET ..."`` adds
-functions. It finds the same as ``worker_agent.adapters.compat.fingerprint`` does in an installed engine.
+``make known-engines`` records every version in ``engine_sources.VERSIONS`` in the adapters' ``known.json`` and prints
+the changes between successive versions. Read these before you add a version. ``ARGS="--engine vllm TARGET ..."`` adds
+functions. The engines need not be installed. The fingerprints equal those that
+``worker_agent.adapters.compat.fingerprint`` computes in an installed engine.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def find(folder: Path, target: str) -> Function | None:
-    """The function at ``module:qualified.name`` of the package in ``folder``; ``None`` where it is not."""
+    """Return the function at ``module:qualified.name`` of the package in ``folder``, or ``None`` if it is missing."""
     module, _, name = target.partition(":")
     path = folder.joinpath(*module.split("."))
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     if not file.is_file():
         return None
     node: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
-    for part in name.split("."):
-        found = [child for child in _definitions(node) if child.name == part]
-        if not found:
+    for identifier in name.split("."):
+        matches = [child for child in _definitions(node) if child.name == identifier]
+        if not matches:
             return None
-        node = found[-1]
+        node = matches[-1]
     if not isinstance(node, _FUNCTIONS):
         return None
     return Function(_parameters(node), fingerprint_of_tree(ast.Module(body=[node], type_ignores=[])))
 
 
 def moved(folder: Path, functions: dict[str, Function]) -> dict[str, str]:
-    """What of ``functions`` is not the same in the package in ``folder``, by target."""
+    """Return the differences of the package in ``folder`` from ``functions``, by target."""
     return _differences(functions, {target: find(folder, target) for target in functions})
 
 
-def _differences(known: dict[str, Function], found: Mapping[str, Function | None]) -> dict[str, str]:
+def _differences(old: dict[str, Function], new: Mapping[str, Function | None]) -> dict[str, str]:
     differences = {}
-    for target, before in known.items():
-        now = found.get(target)
+    for target, before in old.items():
+        now = new.get(target)
         if now is None:
-            differences[target] = "is not there"
+            differences[target] = "is missing"
         elif now.parameters != before.parameters:
             differences[target] = f"takes ({', '.join(now.parameters)})"
         elif now.source != before.source:
@@ -57,47 +58,47 @@ def _differences(known: dict[str, Function], found: Mapping[str, Function | None
 
 
 def _definitions(node: ast.AST) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Classes and functions directly in ``node``, those under ``if`` and ``try`` included."""
-    found = []
+    """Return the classes and functions defined directly in ``node``, including those below ``if`` and ``try``."""
+    definitions: list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, *_FUNCTIONS)):
-            found.append(child)
+            definitions.append(child)
         elif isinstance(child, (ast.If, ast.Try)):
-            found += _definitions(child)
-    return found
+            definitions += _definitions(child)
+    return definitions
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
     spec = function.args
-    names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+    names = [argument.arg for argument in (*spec.posonlyargs, *spec.args)]
     names += [spec.vararg.arg] if spec.vararg else []
-    names += [one.arg for one in spec.kwonlyargs]
+    names += [argument.arg for argument in spec.kwonlyargs]
     names += [spec.kwarg.arg] if spec.kwarg else []
     return tuple(names)
 
 
 def main() -> None:
-    """Record all known versions of one engine, or of each."""
+    """Record all versions of one engine or of every engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--engine", choices=VERSIONS, help="this one alone")
+    parser.add_argument("--engine", choices=VERSIONS, help="record only this engine")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")
     options = parser.parse_args()
     if options.targets and options.engine is None:
-        parser.error("TARGET: name its engine with --engine")
+        parser.error("TARGET needs --engine; name the engine that defines it")
     for engine in [options.engine] if options.engine else VERSIONS:
         record(engine, options.targets)
 
 
-def record(engine: str, more: list[str]) -> None:
-    """Write ``known.json`` of one adapter, with ``more`` functions, and print what changed between releases."""
+def record(engine: str, new_targets: list[str]) -> None:
+    """Write one adapter's ``known.json`` and print the changes between releases; ``new_targets`` are added to it."""
     path = Path(compat.__file__).parent / engine / "known.json"
     known = json.loads(path.read_text())
-    targets = sorted({*more, *(target for functions in known.values() for target in functions)})
+    targets = sorted({*new_targets, *(target for functions in known.values() for target in functions)})
     releases: dict[str, dict[str, Function]] = {}
     for version in VERSIONS[engine]:
         folder = source_of(engine, version)
-        found = {target: find(folder, target) for target in targets}
-        functions = {target: function for target, function in found.items() if function is not None}
+        candidates = {target: find(folder, target) for target in targets}
+        functions = {target: function for target, function in candidates.items() if function is not None}
         if releases:
             _print_changes(engine, *list(releases.items())[-1], version, functions)
         releases[version.removesuffix(".post1").removesuffix(".0")] = functions

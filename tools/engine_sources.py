@@ -1,6 +1,6 @@
-"""Engines as their source distributions or wheels have them: many can only be installed beside a toolkit.
+"""Sources of the engines, from their source distributions or wheels.
 
-Nothing of them is run.
+The engines are neither installed nor run, because many need an accelerator's toolkit for installation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VERSIONS = {
     "vllm_ascend": (VLLM_ASCEND_018, VLLM_ASCEND_023),
     "sglang": ("0.5.23",),
 }
-"""Versions that are known, by package of the engine, oldest first."""
+"""Supported versions of each engine's package, oldest first."""
 WHEELS_ONLY = ("sglang",)
-"""Packages that have no source distribution; their wheels hold the Python source."""
+"""Packages without a source distribution; their wheels contain the Python source."""
 
 _FETCH = """
 import sys
 from pip._internal.commands import create_command
-# `pip download` would build the package's metadata, for minutes and with a toolkit that is not here.
+# `pip download` would build the package's metadata, which takes minutes and needs the accelerator's toolkit.
 command = create_command("download")
 package, form = sys.argv[1:3]
 options, _ = command.parse_args(["--no-deps", form, ":all:", "--pre", package])
@@ -41,27 +41,27 @@ with command.main_context():
     finder = command._build_package_finder(options=options, session=session)
     candidates = finder.find_all_candidates(package)
     if len(sys.argv) == 3:
-        print(max(one.version for one in candidates if not one.version.is_prerelease))
+        print(max(candidate.version for candidate in candidates if not candidate.version.is_prerelease))
     else:
-        found = [one for one in candidates if str(one.version) == sys.argv[3]][0]
-        open(sys.argv[4], "wb").write(session.get(found.link.url_without_fragment).content)
+        release = [candidate for candidate in candidates if str(candidate.version) == sys.argv[3]][0]
+        open(sys.argv[4], "wb").write(session.get(release.link.url_without_fragment).content)
 """
 
 
 class SourceUnavailableError(RuntimeError):
-    """A package's source cannot be fetched: the package index is out of reach, or does not have it."""
+    """The source of a package cannot be downloaded: the package index is unreachable or does not have it."""
 
 
 def newest(package: str) -> str:
-    """The newest release on the package index that is no release candidate."""
+    """Return the newest release on the package index, ignoring pre-releases."""
     return _pip(package, package, _form(package))
 
 
 def source_of(package: str, release: str) -> Path:
-    """A folder that holds the package's folder; downloaded once per machine."""
+    """Return the folder that contains the package's folder. The source is downloaded once per machine."""
     CACHE.mkdir(parents=True, exist_ok=True)
     name = f"{package.replace('_', '-')}-{release}"
-    if package in ("vllm", *WHEELS_ONLY):  # what is installed of them is beside it
+    if package in ("vllm", *WHEELS_ONLY):  # the name without a suffix is used by the installed engine
         name += "-source"
     folder = CACHE / name
     with (CACHE / f"{name}.lock").open("w") as lock:
@@ -72,7 +72,8 @@ def source_of(package: str, release: str) -> Path:
 
 
 def _unpack(package: str, release: str, folder: Path) -> None:
-    archive, unpacked = folder.with_name(f"{folder.name}.archive"), folder.with_name(f"{folder.name}.new")
+    archive = folder.with_name(f"{folder.name}.archive")
+    unpacked = folder.with_name(f"{folder.name}.new")
     _pip(f"{package} {release}", package, _form(package), release, str(archive))
     shutil.rmtree(unpacked, ignore_errors=True)
     if package in WHEELS_ONLY:
@@ -90,14 +91,14 @@ def _unpack(package: str, release: str, folder: Path) -> None:
 
 
 def _form(package: str) -> str:
-    """The option of pip that leaves the other form of a package out."""
+    """Return the pip option that selects wheels or source distributions."""
     return "--only-binary" if package in WHEELS_ONLY else "--no-binary"
 
 
-def _pip(what: str, *arguments: str) -> str:
+def _pip(requirement: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", _FETCH, *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SourceUnavailableError(f"{what} cannot be fetched: {done.stderr[-800:]}")
+        raise SourceUnavailableError(f"{requirement} cannot be downloaded: {done.stderr[-800:]}")
     return done.stdout.strip()

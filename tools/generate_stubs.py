@@ -1,7 +1,7 @@
-"""Generate Python stubs from ``proto/eplb/v1`` (used by the build; run by hand after editing a .proto).
+"""Generate Python stubs from ``proto/eplb/v1``. The build calls it; run it by hand after editing a ``.proto``.
 
-The compiler is pinned old on purpose (see ``pyproject.toml``): stubs made by protoc 28 run on every
-protobuf runtime from 5.29 up, stubs made by a newer one refuse older runtimes.
+``pyproject.toml`` pins an old compiler on purpose. Stubs of protoc 28 run on every protobuf runtime from 5.29 on, while
+stubs of a newer compiler reject older runtimes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 import tempfile
 
 TARGET = pathlib.Path("eplb_core/wire/generated")
-# protoc writes absolute imports of its own package tree; ours live under TARGET.
+# protoc writes absolute imports from the proto package; our stubs are in TARGET.
 _IMPORT = re.compile(r"^from eplb\.v1 import ", flags=re.MULTILINE)
 
 
 def generate(root: pathlib.Path) -> list[pathlib.Path]:
-    """Write ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` below ``root``; returns the files written.
+    """Write ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` below ``root`` and return their paths.
 
-    Raises ``RuntimeError`` where the compiler rejects a file.
+    Raises ``RuntimeError`` if the compiler rejects a file.
     """
     import grpc_tools
     from grpc_tools import protoc
@@ -32,10 +32,10 @@ def generate(root: pathlib.Path) -> list[pathlib.Path]:
         arguments = ["protoc", f"-I{root / 'proto'}", f"-I{well_known}"]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
         if protoc.main([*arguments, *map(str, sources)]) != 0:
-            raise RuntimeError("protoc rejected the wire contract; its message is above")
-        for made in sorted(pathlib.Path(scratch).rglob("*.py*")):
-            text = _IMPORT.sub("from eplb_core.wire.generated import ", made.read_text())
-            path = root / TARGET / made.name
+            raise RuntimeError("protoc rejected a .proto file; see its message above")
+        for generated in sorted(pathlib.Path(scratch).rglob("*.py*")):
+            text = _IMPORT.sub("from eplb_core.wire.generated import ", generated.read_text())
+            path = root / TARGET / generated.name
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
             written.append(path)

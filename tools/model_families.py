@@ -1,7 +1,8 @@
-"""Writes ``docs/research/models.md``: which MoE models each engine release can balance, read from the engines' sources.
+"""Write ``docs/research/models.md``, the MoE models that each engine release can balance.
 
-``python -m tools.model_families``. Nothing of an engine is run: architectures are those of its registry of models, and
-a class can be balanced where it, or one that it inherits from, has what the engine's own EPLB asks for.
+Run it with ``python -m tools.model_families``. The list is read from the engines' sources, and the engines are not run.
+Architectures come from the engine's model registry. A model can be balanced if its class or a base class has the
+interface that the engine's own EPLB requires.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def page() -> str:
     vllm = {version: dict(vllm_models(source_of("vllm", version))) for version in VERSIONS["vllm"]}
     (version,) = VERSIONS["sglang"]
     sglang = dict(sglang_models(source_of("sglang", version)))
-    known = {name for found in vllm.values() for name in found}
-    found = known | {name for name, balanced in sglang.items() if balanced}
-    # Two names may differ in case alone.
-    names = sorted(found, key=lambda name: (name.lower(), name))
+    vllm_names = {name for models in vllm.values() for name in models}
+    all_names = vllm_names | {name for name, balanced in sglang.items() if balanced}
+    # Some names differ only in case, so the name itself is the second key.
+    names = sorted(all_names, key=lambda name: (name.lower(), name))
     cells = {name: (_releases(name, vllm), _release(name, version, sglang)) for name in names}
     unknown = [name for name in names if not any(cell.strip("no") for cell in cells[name])]
     rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names if name not in unknown]
@@ -53,7 +54,7 @@ def page() -> str:
 
 
 def vllm_models(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Architectures of vLLM's registry that have MoE layers, and whether its EPLB knows them."""
+    """Yield each architecture with MoE layers in vLLM's registry, and True if vLLM's EPLB supports it."""
     models = folder / "vllm" / "model_executor" / "models"
     classes = _Classes([models, folder / "vllm" / "models"])
     for node in ast.walk(ast.parse((models / "registry.py").read_text())):
@@ -70,18 +71,20 @@ def vllm_models(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def sglang_models(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Architectures of SGLang's models that have MoE layers, and whether its EPLB knows them."""
+    """Yield each architecture with MoE layers among SGLang's models, and True if SGLang's EPLB supports it."""
     classes = _Classes([folder / "sglang" / "srt" / "models"])
     for text in classes.texts.values():
         for name in re.findall(r"\w+", " ".join(_ENTRY_CLASS.findall(text))):
             balanced = classes.has(name, _SGLANG_ASKS_FOR)
-            other = name.startswith("Transformers") or name.endswith(("NextN", "MTP", "Eagle", "Eagle3"))
-            if not other and (balanced or classes.uses_moe(name)):
+            is_auxiliary = name.startswith("Transformers") or name.endswith(
+                ("NextN", "MTP", "Eagle", "Eagle3")
+            )
+            if not is_auxiliary and (balanced or classes.uses_moe(name)):
                 yield name, balanced
 
 
 class _Classes:
-    """Classes of an engine's models by name."""
+    """Index of the classes in an engine's model files, by name."""
 
     def __init__(self, folders: list[Path]) -> None:
         paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -92,40 +95,43 @@ class _Classes:
         for text in self.texts.values():
             uses_moe = bool(_USES_MOE.search(text))
             for body, name, bases in _CLASS.findall(text):
-                # One of several devices may have its own class of the name.
+                # Several devices may each define a class of the same name, so merge their bases and bodies.
                 self._bases[name] = self._bases.get(name, set()) | set(re.findall(r"\w+", bases))
                 self._bodies[name] = self._bodies.get(name, "") + body
                 self._moe |= {name} if uses_moe else set()
 
     def lineage(self, name: str) -> set[str]:
-        """Names of the class and of all that it inherits from."""
-        names, seen = {name}, set[str]()
-        while names:
-            one = names.pop()
-            seen.add(one)
-            names |= self._bases.get(one, set()) - seen
-        return seen
+        """Return the names of a class and of all its base classes."""
+        pending = {name}
+        visited: set[str] = set()
+        while pending:
+            current = pending.pop()
+            visited.add(current)
+            pending |= self._bases.get(current, set()) - visited
+        return visited
 
     def has(self, name: str, attribute: str) -> bool:
-        """Return whether a class or one that it inherits from defines ``attribute``."""
-        return any(attribute in self._bodies.get(one, "") for one in self.lineage(name))
+        """Return True if a class or one of its base classes mentions ``attribute``."""
+        return any(attribute in self._bodies.get(ancestor, "") for ancestor in self.lineage(name))
 
     def uses_moe(self, name: str) -> bool:
-        """Return whether the file of a class, or of one that it inherits from, makes MoE layers."""
+        """Return True if the file of a class or of one of its base classes uses MoE layers."""
         return bool(self.lineage(name) & self._moe)
 
 
 def _releases(name: str, engine: dict[str, dict[str, bool]]) -> str:
     """Return the releases in which a model can be balanced, as a range."""
-    having = [version for version, found in engine.items() if name in found]
-    balanced = [version.removesuffix(".0") for version in having if engine[version][name]]
+    versions = [version for version, models in engine.items() if name in models]
+    balanced = [version.removesuffix(".0") for version in versions if engine[version][name]]
     if not balanced:
-        return "no" if having else ""
+        return "no" if versions else ""
     return balanced[0] if len(balanced) == 1 else f"{balanced[0]}-{balanced[-1]}"
 
 
-def _release(name: str, version: str, found: dict[str, bool]) -> str:
-    return "" if name not in found else version if found[name] else "no"
+def _release(name: str, version: str, models: dict[str, bool]) -> str:
+    if name not in models:
+        return ""
+    return version if models[name] else "no"
 
 
 if __name__ == "__main__":

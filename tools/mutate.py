@@ -1,6 +1,6 @@
-"""Put small defects into a room of the code with cosmic-ray, and show whether the room's tests notice: ``make mutate``.
+"""Run mutation tests on one package with cosmic-ray, and show the mutants that its tests miss: ``make mutate``.
 
-The defects go into a copy of the tree. ``--sample`` takes that many of them, drawn by ``--seed``.
+The mutants are made in a copy of the tree. ``--sample`` is their number, and ``--seed`` selects them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ROOMS = {
     "swap": ("worker_agent/swap", "tests/swap"),
     "wire": ("eplb_core/wire", "tests/wire"),
 }
-"""Source and tests of each room."""
+"""Source folder and test folder of each package."""
 REPORT = "from cosmic_ray.tools.report import report; report()"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "site", "dist", "build", ".mypy_cache", ".hypothesis")
 
 
 def main() -> None:
-    """Mutate a room as the command line says and print cosmic-ray's report."""
+    """Mutate the package given on the command line and print cosmic-ray's report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", choices=ROOMS, default="planner")
-    parser.add_argument("--sample", type=int, default=40, help="defects to try")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of one defect")
+    parser.add_argument("--sample", type=int, default=40, help="number of mutants (40)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests per mutant (600)")
     arguments = parser.parse_args()
     source, tests = ROOMS[arguments.room]
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def configuration(source: str, tests: str, timeout: float) -> str:
-    """Text of cosmic-ray's configuration; tests import the copy, wherever the package is installed from."""
+    """Return cosmic-ray's configuration, with which tests import the copy instead of the installed package."""
     command = f"env PYTHONPATH=. {sys.executable} -m pytest -x -q {tests}"
     return (
         f'[cosmic-ray]\nmodule-path = "{source}"\ntimeout = {timeout}\nexcluded-modules = ["**/generated/*"]\n'
@@ -63,7 +63,7 @@ def configuration(source: str, tests: str, timeout: float) -> str:
 
 
 def skip_all_but(database: WorkDB, sample: int, seed: int) -> None:
-    """Mark as skipped all defects but a sample of them."""
+    """Mark every mutant outside a random sample as skipped."""
     jobs = sorted(item.job_id for item in database.work_items)
     kept = set(random.Random(seed).sample(jobs, min(sample, len(jobs))))  # noqa: S311, a sample, not a secret
     for job in jobs:

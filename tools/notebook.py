@@ -1,7 +1,7 @@
-"""Makes the notebook of the docs from its script: ``python -m tools.notebook`` runs every cell.
+"""Generate the notebook of the docs from its script: ``python -m tools.notebook`` runs every cell.
 
-The script is plain Python with cells as editors know them (``# %%``); what cells printed and drew is kept in the
-notebook, which a test holds to the script and runs again. Cells are dictionaries as in a notebook's file, format 4.
+The script is plain Python with cells marked by ``# %%``. The notebook contains the cells' printed output and charts; a
+test compares it with the script and runs it again. Cells are dictionaries as in notebook format 4.
 """
 
 from __future__ import annotations
@@ -22,36 +22,45 @@ _MARK = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
 def cells(script: str) -> list[dict[str, Any]]:
-    """The cells of a script, in order."""
-    found: list[dict[str, Any]] = []
-    parts = _MARK.split(script)[1:]
-    for number, (mark, source) in enumerate(zip(parts[::2], parts[1::2], strict=True), 1):
+    r"""Return the cells of a script, in order.
+
+    Examples
+    --------
+    >>> [(cell["cell_type"], cell["source"]) for cell in cells("# %% [markdown]\n# Title\n# %%\nx = 1\n")]
+    [('markdown', ['Title']), ('code', ['x = 1'])]
+    """
+    notebook_cells: list[dict[str, Any]] = []
+    sections = _MARK.split(script)[1:]
+    for number, (mark, source) in enumerate(zip(sections[::2], sections[1::2], strict=True), 1):
         text = re.sub(r"^# ?", "", source.strip(), flags=re.MULTILINE) if mark else source.strip()
         code = {} if mark else {"execution_count": number, "outputs": []}
         kind = "markdown" if mark else "code"
-        found.append({"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True), **code})
-    return found
+        notebook_cells.append(
+            {"cell_type": kind, "metadata": {}, "source": text.splitlines(keepends=True), **code}
+        )
+    return notebook_cells
 
 
 def executed(script: str) -> list[dict[str, Any]]:
-    """The cells with what their code prints and draws, run one after another from the repository's root."""
+    """Run the cells of a script in the repository's root and return them with their outputs."""
     names: dict[str, Any] = {}
-    found = cells(script)
+    notebook_cells = cells(script)
     before = Path.cwd()
     os.chdir(ROOT)
     try:
-        for cell in found:
+        for cell in notebook_cells:
             if cell["cell_type"] == "code":
                 cell["outputs"] = _outputs(cell, names)
     finally:
         os.chdir(before)
-    return found
+    return notebook_cells
 
 
 def _outputs(cell: dict[str, Any], names: dict[str, Any]) -> list[dict[str, Any]]:
     body = ast.parse("".join(cell["source"])).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    printed, shown = io.StringIO(), None
+    printed = io.StringIO()
+    shown = None
     with contextlib.redirect_stdout(printed):
         exec(compile(ast.Module(body, []), str(SCRIPT), "exec"), names)  # noqa: S102
         if isinstance(last, ast.Expr):
@@ -69,7 +78,7 @@ def _outputs(cell: dict[str, Any], names: dict[str, Any]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Write the notebook again."""
+    """Run the script and write the notebook."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     document = {
         "cells": executed(SCRIPT.read_text(encoding="utf-8")),

@@ -1,4 +1,4 @@
-"""Finds ``prometheus`` and ``promtool``, fetched once per machine from Debian where they are not installed."""
+"""Find ``prometheus`` and ``promtool``; if they are not installed, download them once per machine from Debian."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _SECONDS = 120
 
 
 def cache() -> Path:
-    """Where what was fetched is kept."""
+    """Return the folder of the downloaded programs."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eplb-service" / "prometheus"
 
 
 @functools.cache
 def find(name: str) -> str | None:
-    """Path of the program ``name``; ``None`` where it is not here and cannot be fetched."""
+    """Return the path of a program, or ``None`` if it is neither installed nor downloadable."""
     installed = shutil.which(name)
     if installed is not None:
         return installed
-    kept = cache() / "usr/bin" / name
-    if not kept.exists():
+    cached = cache() / "usr/bin" / name
+    if not cached.exists():
         _fetch()
-    return str(kept) if kept.exists() else None
+    return str(cached) if cached.exists() else None
 
 
 def _fetch() -> None:
-    """Download Debian's package and unpack it beside everything else; nothing is installed."""
+    """Download Debian's package and unpack it into the cache folder without installing it."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return
     with tempfile.TemporaryDirectory() as folder:

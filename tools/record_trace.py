@@ -19,12 +19,18 @@ from eplb_lab.model.checkpoint import Checkpoint
 from eplb_lab.model.expert_parallel import expert_parallel
 from eplb_lab.model.serving import Server, Traffic
 
-STEPS, ROWS, LENGTH, SEED = 256, 16, 64, 7
-"""Steps, requests at a time, bytes of a request with its prompt, and seed of the shipped recording."""
+STEPS = 256
+"""Steps of the shipped recording."""
+ROWS = 16
+"""Requests decoded at a time."""
+LENGTH = 64
+"""Bytes of a request, including its prompt."""
+SEED = 7
+"""Seed of the shipped recording."""
 
 
 def recorded(steps: int = STEPS) -> np.ndarray:
-    """Return tokens of each expert in each step, int16 ``[T, L, E]``."""
+    """Record the tokens per step, layer and expert, int16 ``[T, L, E]``."""
     torch.set_num_threads(1)
     checkpoint = Checkpoint()
     config = checkpoint.config

@@ -1,6 +1,7 @@
-"""Pictures of the docs, made again by `make screenshots`: page and report in a headless Chromium, commands as SVG.
+"""Write the pictures of the docs: ``make screenshots``.
 
-Page, ``eplb status``, ``eplb top`` and the demo's picture are of one run of ``eplb demo`` on this machine.
+A headless Chromium captures the web page and the report. Output of commands is drawn as SVG. The web page,
+``eplb status``, ``eplb top`` and the demo's chart come from one run of ``eplb demo`` on this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STEPS = 480
 """Steps of the demo's run."""
 _LOOK_AT = 0.9
-"""Part of the run after which its page, status and top are pictured."""
+"""Fraction of the run after which the web page, ``eplb status`` and ``eplb top`` are captured."""
 _TRACE = ROOT / "docs" / "tutorial" / "trace.zarr"
 _SCHEDULE = ("--ranks", "8", "--heat", str(_TRACE))
 _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -66,7 +67,7 @@ def _browser() -> str:
 
 
 def _picture_demo() -> None:
-    """Run the demo, and picture it while it serves and when it has ended."""
+    """Run the demo, capture it while it serves, and write its chart at the end."""
     browser = _browser()
     command = [sys.executable, "-m", "eplb_service.cli.main", "demo", "--steps", str(STEPS)]
     command += ["--picture", str(PICTURES.parent / "demo.svg")]
@@ -79,10 +80,10 @@ def _picture_demo() -> None:
             if step is None or pictured or int(step[1]) < _LOOK_AT * STEPS:
                 continue
             pictured = True
-            found = re.search(r"service at (\S+), web page at (\S+?)[\s;]", shown)
-            assert found is not None
-            _picture_service(found[1])
-            _photograph(browser, found[2], "page", "1180,1240")
+            addresses = re.search(r"service at (\S+), web page at (\S+?)[\s;]", shown)
+            assert addresses is not None
+            _picture_service(addresses[1])
+            _photograph(browser, addresses[2], "page", "1180,1240")
     if demo.returncode != 0 or not pictured:
         sys.exit(f"the demo failed:\n{shown}")
 
@@ -90,11 +91,11 @@ def _picture_demo() -> None:
 def _picture_service(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        known = list(stub.ListDeployments(operator_pb2.ListDeploymentsRequest()).deployments)
-        whole = stub.GetStatus(operator_pb2.GetStatusRequest(deployment="demo"))
+        deployments = list(stub.ListDeployments(operator_pb2.ListDeploymentsRequest()).deployments)
+        status = stub.GetStatus(operator_pb2.GetStatusRequest(deployment="demo"))
         balance = stub.GetBalance(operator_pb2.GetBalanceRequest(deployment="demo"))
-    _terminal("status", "eplb status demo", [summary_table(whole), layer_table(whole.layers, 8)])
-    _terminal("top", "eplb top demo", [render(known, whole, balance, 100, 32)], width=100)
+    _terminal("status", "eplb status demo", [summary_table(status), layer_table(status.layers, 8)])
+    _terminal("top", "eplb top demo", [render(deployments, status, balance, 100, 32)], width=100)
 
 
 def _eplb(*arguments: str) -> str:
@@ -103,7 +104,7 @@ def _eplb(*arguments: str) -> str:
 
 
 def _terminal(name: str, command: str, shown: list[RenderableType], width: int = 80) -> None:
-    """Write what a command shows on a terminal of so many columns; the fonts that rich names would be fetched."""
+    """Write a command's output as SVG, ``width`` columns wide, without the web fonts that rich would link to."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(*shown)
     drawn = console.export_svg(title=command, unique_id=name)

@@ -1,8 +1,8 @@
-"""Install the project into the virtual environment that runs this file, for development.
+"""Install the project for development into the virtual environment that runs this file.
 
-With ``--oldest``: for its tests, on the oldest dependencies that it allows.
-Called by the Makefile, once; again only when the dependencies change. Where no accelerator is present, torch is taken
-as a CPU build from PyTorch's own index; where that cannot be reached, torch is whatever the configured index has.
+With ``--oldest``, install only the tests' dependencies, in the oldest supported versions. The Makefile calls this
+script once and again when the dependencies change. Without an accelerator, a CPU build of torch is installed from
+PyTorch's own index or, if that is unreachable, from the configured index.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ def main() -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a duration as text.
+
+    Examples
+    --------
+    >>> duration(42.0), duration(150.0)
+    ('42 s', '2 minutes')
+    """
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 def install_torch() -> None:
-    """Install the pinned torch, without gigabytes of CUDA on a machine that has no accelerator."""
+    """Install the pinned torch; on a machine without an accelerator, avoid the gigabytes of CUDA libraries."""
     quietly = ("install", "--quiet", torch_requirement())
     if accelerator() or platform.system() != "Linux":
         print("installing torch (once; this takes a few minutes)", flush=True)
@@ -59,40 +65,40 @@ def install_torch() -> None:
         "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
         flush=True,
     )
-    # The configured index may offer the CPU build as well, where PyTorch's own is out of reach.
+    # If PyTorch's own index is unreachable, the configured index may still have a build.
     if attempt_pip(*quietly, "--retries", "1", "--index-url", CPU_INDEX).returncode != 0:
         print(
-            f"{CPU_INDEX} has no such build or cannot be reached: taking the configured index's", flush=True
+            f"{CPU_INDEX} has no such build or is unreachable; using the configured index instead", flush=True
         )
         pip(*quietly)
 
 
 def torch_requirement() -> str:
-    """The pinned torch."""
+    """Return the requirement of the pinned torch."""
     lines = CONSTRAINTS.read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))
 
 
 def accelerator() -> bool:
-    """Whether the tools of an NVIDIA GPU or an Ascend NPU are there."""
+    """Return True if the tools of an NVIDIA GPU or an Ascend NPU are installed."""
     return any(shutil.which(tool) for tool in ("nvidia-smi", "npu-smi"))
 
 
 def installed(package: str) -> bool:
-    """Whether this environment has the package."""
+    """Return True if this environment contains the package."""
     command = [sys.executable, "-m", "pip", "show", "--quiet", package]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; where it fails, shows what it said and ends the program."""
+    """Run pip. If it fails, print its output and exit."""
     done = attempt_pip(*arguments)
     if done.returncode != 0:
         sys.exit(f"{done.stdout}\nset-up failed; pip's message is above")
 
 
 def attempt_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pip, whatever comes of it."""
+    """Run pip and return the completed process, even if pip fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 

@@ -1,6 +1,6 @@
-"""Everything on this machine without containers: the service, a Prometheus with its rules, and ranks that are balanced.
+"""Run the service, Prometheus with its rules, and balanced ranks on this machine without containers: ``make stack``.
 
-``make stack``; leave with Ctrl-C. ``--seconds`` ends it by itself.
+Press Ctrl-C to end it, or set ``--seconds``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from pathlib import Path
 
 from tools.prometheus_binaries import find
 
-LISTEN, METRICS, PROMETHEUS = "127.0.0.1:50551", "127.0.0.1:9464", "127.0.0.1:9090"
+LISTEN = "127.0.0.1:50551"
+METRICS = "127.0.0.1:9464"
+PROMETHEUS = "127.0.0.1:9090"
 _RULES = Path(__file__).parents[1] / "deploy/prometheus/rules.yml"
 _STEPS = 20_000
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for as long as the context lasts; what it prints goes to ``log``."""
+    """Run a process while the context lasts, with its output in ``log``."""
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             yield process
@@ -37,7 +39,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def prometheus_command(program: str, folder: Path) -> list[str]:
-    """Prometheus with the rules of deploy/, its data in ``folder``."""
+    """Write the configuration and return the command of a Prometheus with the rules of ``deploy/``."""
     config = {
         "global": {"scrape_interval": "2s", "evaluation_interval": "5s"},
         "rule_files": [str(_RULES)],
@@ -53,7 +55,7 @@ def prometheus_command(program: str, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Start all of it, one after the other, and wait."""
+    """Start all processes and wait until one ends or the time is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     seconds = parser.parse_args().seconds
@@ -67,7 +69,7 @@ def main() -> None:
         print(f"service      {LISTEN}, its web page at http://{METRICS}/")
         program = find("prometheus")
         if program is None:
-            print("prometheus   is not installed and cannot be fetched: the stack does without")
+            print("prometheus   is neither installed nor downloadable, so the stack runs without it")
         else:
             started.append(
                 stack.enter_context(running(prometheus_command(program, folder), folder / "prometheus.log"))

@@ -1,9 +1,11 @@
-"""Holds the tests' extract of torch_npu against the real wheel, or makes it again: ``--refresh``.
+"""Check the tests' extract of torch_npu against the real wheel, or write it again with ``--refresh``.
 
-Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
-``eplb_lab.layer`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
-each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. It also lists the torch operators that the
-agent launches (``tests/moe/torch_npu/native.py``) and the wheel declares. Prints a summary of the checks.
+The wheel is downloaded but never imported, because torch_npu needs Ascend's libraries. The extract contains:
+
+- the schemas of the operators that ``eplb_lab.layer`` uses, from the wheel's YAML files;
+- dtype and shape of each result for the calls in ``tests/moe/torch_npu/calls.py``, from the wheel's own shape functions
+  on the ``meta`` device;
+- the torch operators that the agent launches (``tests/moe/torch_npu/native.py``) and the wheel declares.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ META_FILE = "torch_npu/op_plugin/meta/_meta_registrations.py"
 
 
 def main() -> None:
-    """Check, or refresh; exit status 1 where wheel and extract differ."""
+    """Check or refresh the extract. Exit with 1 if a check finds a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--refresh", action="store_true", help="write the extract instead of checking it")
-    parser.add_argument("--wheel", type=Path, help="a wheel that is here already")
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of downloading one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         wheel = options.wheel or download(Path(folder))
@@ -49,18 +51,18 @@ def main() -> None:
             for name in (*YAML_FILES, META_FILE):
                 archive.extract(name, folder)
         schemas = all_schemas(Path(folder))
-        found = {
+        files = {
             f"{VERSION}.schemas": schema_file(schemas),
             f"{VERSION}.results.json": results_file(schemas, Path(folder) / META_FILE),
             f"{VERSION}.native": native_file(Path(folder)),
         }
     differing = [
         name
-        for name, text in found.items()
+        for name, text in files.items()
         if not ((EXTRACT / name).exists() and (EXTRACT / name).read_text() == text)
     ]
     if options.refresh:
-        for name, text in found.items():
+        for name, text in files.items():
             (EXTRACT / name).write_text(text)
     print(
         f"{len(OPERATORS)} operators of {wheel.name}; {'wrote' if options.refresh else 'differing'}: {differing}"
@@ -69,21 +71,21 @@ def main() -> None:
 
 
 def download(folder: Path) -> Path:
-    """The wheel for this Python."""
+    """Download the wheel for this Python and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", f"torch_npu=={VERSION}"]
     subprocess.run([*command, "--dest", str(folder)], check=True)
     return next(folder.glob("*.whl"))
 
 
 def all_schemas(folder: Path) -> dict[str, str]:
-    """Every operator that the wheel declares, by name; overloads and derivatives of one name apart."""
+    """Return the schema of every operator that the wheel declares, by name including the overload."""
     text = "\n".join((folder / name).read_text() for name in YAML_FILES)
     declared = re.findall(r"^\s*-?\s*func: ((\w+)(?:\.\w+)?\(.*)$", text, flags=re.MULTILINE)
     return {schema.partition("(")[0]: schema.strip() for schema, _ in declared}
 
 
 def schema_file(schemas: dict[str, str]) -> str:
-    """The schemas of our operators, one a line."""
+    """Return the text of the file with the schemas of the operators in use, one per line."""
     header = [
         f"# Operator schemas as the wheel of torch_npu {VERSION} declares them in npu_native_functions*.yaml:",
         "# of the operators that eplb_lab.layer uses, word for word. Made by tools/torch_npu_contract.py --refresh.",
@@ -103,10 +105,10 @@ def native_file(folder: Path) -> str:
 
 
 def results_file(schemas: dict[str, str], meta: Path) -> str:
-    """What the wheel's shape functions say that each of our calls returns."""
+    """Return the text of the file with the results of the wheel's shape functions for each call."""
     library = torch.library.Library("npu", "DEF")
     for schema in schemas.values():
-        # A few lines of the files are bare names; one of ours would be missed right below.
+        # A few lines are only names. If one of our operators were among them, the calls below would fail.
         with contextlib.suppress(RuntimeError):
             library.define(schema)
     load_shape_functions(meta)
@@ -120,7 +122,7 @@ def results_file(schemas: dict[str, str], meta: Path) -> str:
 
 
 def load_shape_functions(meta: Path) -> None:
-    """Run the wheel's registrations, with just as much of torch_npu as they ask for."""
+    """Run the wheel's registrations against stubs of the torch_npu modules that they import."""
     stub: Any = types.ModuleType("torch_npu")
     codes: Any = types.ModuleType("torch_npu.utils._error_code")
     codes.ErrCode = types.SimpleNamespace(VALUE=0, TYPE=0, PARAM=0, NOT_SUPPORT=0)

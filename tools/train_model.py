@@ -1,6 +1,6 @@
-"""Trains the embedded model that ``eplb demo`` serves: ``python -m tools.train_model CORPUS FOLDER``.
+"""Train the embedded model that ``eplb demo`` serves: ``python -m tools.train_model CORPUS FOLDER``.
 
-CORPUS is a folder with one text file per domain; ``docs/research/model.md`` names what the embedded weights have seen.
+CORPUS is a folder with one text file per domain. ``docs/research/model.md`` lists the corpus of the embedded weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from eplb_lab.model.checkpoint import CONFIG, EMBEDDED, WEIGHTS, expert_tensor_n
 from eplb_lab.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
 
 _STORED = torch.bfloat16
-_PEAK_RATE, _LAST_RATE = 3e-3, 1e-4
+_PEAK_RATE = 3e-3
+_LAST_RATE = 1e-4
 _WARM_UP = 0.02
 _WEIGHT_DECAY = 0.05
 _BALANCE = 0.002
@@ -35,22 +36,24 @@ _HELD_BACK = 0.05
 class Texts:
     """Domains of a folder of ``<domain>.txt`` files, in order of name.
 
-    Raises ``FileNotFoundError`` where the folder has none.
+    Raises ``FileNotFoundError`` if the folder contains none.
     """
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.txt"))
         if not files:
             raise FileNotFoundError(f"{folder}: no .txt files; the corpus is one text file per domain")
-        whole = [torch.from_numpy(np.fromfile(path, dtype=np.uint8)) for path in files]
+        full_texts = [torch.from_numpy(np.fromfile(path, dtype=np.uint8)) for path in files]
         self.domains = [path.stem for path in files]
-        self._training = [text[: int(len(text) * (1 - _HELD_BACK))] for text in whole]
-        self._validation = [text[len(part) :] for text, part in zip(whole, self._training, strict=True)]
-        # Small domains are read more often than their size says, yet less often than large ones.
-        self._odds = torch.tensor([len(text) ** 0.5 for text in whole])
+        self._training = [text[: int(len(text) * (1 - _HELD_BACK))] for text in full_texts]
+        self._validation = [
+            text[len(training) :] for text, training in zip(full_texts, self._training, strict=True)
+        ]
+        # Odds grow with the square root of a domain's size, so small domains are drawn more often than in proportion.
+        self._odds = torch.tensor([len(text) ** 0.5 for text in full_texts])
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """``size`` random pieces of training text, int64 ``[size, length]``."""
+        """Draw ``size`` random pieces of training text, int64 ``[size, length]``."""
         chosen = torch.multinomial(self._odds, size, replacement=True, generator=generator)
         rows = []
         for domain in chosen.tolist():
@@ -60,32 +63,34 @@ class Texts:
         return torch.stack(rows)
 
     def validation(self, domain: str, length: int, most: int) -> torch.Tensor:
-        """The text held back of a domain in pieces, int64 ``[<= most, length]``."""
+        """Return at most ``most`` pieces of a domain's validation text, int64 ``[pieces, length]``."""
         text = self._validation[self.domains.index(domain)]
         pieces = min(most, len(text) // length)
         return text[: pieces * length].view(pieces, length).long()
 
 
 class TrainableMoE(nn.Module):
-    """E SwiGLU experts. Tokens are sorted by expert, so that each runs once over its own."""
+    """Layer of E SwiGLU experts. Tokens are sorted by expert, so that each expert runs once per batch."""
 
     def __init__(self, shape: MoEShape, output_scale: float = 1.0) -> None:
         super().__init__()
-        experts, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+        experts = shape.experts
+        hidden = shape.hidden
+        inner = shape.intermediate
         self.w13 = nn.Parameter(torch.randn(experts, 2 * inner, hidden) * hidden**-0.5)
         self.w2 = nn.Parameter(torch.randn(experts, hidden, inner) * inner**-0.5 * output_scale)
 
     def forward(
         self, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens through their experts, ``[T, H]``."""
+        """Return the weighted sum of each token's expert outputs, ``[T, H]``."""
         choices = ids_TK.reshape(-1)
         order_N = choices.argsort(stable=True)
         sizes = torch.bincount(choices, minlength=self.w13.shape[0]).tolist()
         rows = hidden_TH[order_N // ids_TK.shape[1]].split(sizes)
         outputs = [
-            functional.linear(_swiglu(functional.linear(part, w13)), w2)
-            for part, w13, w2 in zip(rows, self.w13, self.w2, strict=True)
+            functional.linear(_swiglu(functional.linear(rows_NH, w13)), w2)
+            for rows_NH, w13, w2 in zip(rows, self.w13, self.w2, strict=True)
         ]
         weighted_NH = torch.cat(outputs) * weights_TK.reshape(-1)[order_N].unsqueeze(-1)
         return torch.zeros_like(hidden_TH).index_add(0, order_N // ids_TK.shape[1], weighted_NH)
@@ -97,25 +102,26 @@ def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def build(config: ModelConfig) -> tuple[ByteTransformer, list[TrainableMoE]]:
-    """A model with new weights, and its MoE layers."""
+    """Return a model with new weights, and its MoE layers."""
     scale = (2 * config.layers) ** -0.5
     moes = [TrainableMoE(config.shape(layer), scale) for layer in range(config.layers)]
     return ByteTransformer(config, moes), moes
 
 
 def losses(model: ByteTransformer, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy of the next byte in nats, and the balancing loss of the routers.
+    """Return the mean cross-entropy of the next byte in nats, and the balancing loss of the routers.
 
-    The balancing loss is 1 where all experts are used alike over the whole batch: all domains are in it, so that
-    experts may specialise on some of them.
+    The balancing loss is 1 if all experts are used equally over the batch. A batch contains all domains, so experts
+    can still specialise in some of them.
     """
     inputs_BT = tokens_BT[:, :-1]
     positions_BT = torch.arange(inputs_BT.shape[1]).expand_as(inputs_BT)
-    done = model(inputs_BT, positions_BT, attend_to_the_past)
-    entropy = functional.cross_entropy(done.logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
-    experts, top_k = model.config.experts, model.config.top_k
+    outputs = model(inputs_BT, positions_BT, attend_to_the_past)
+    entropy = functional.cross_entropy(outputs.logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    experts = model.config.experts
+    top_k = model.config.top_k
     balance = torch.zeros(())
-    for logits_NE in done.router_logits_LNE:
+    for logits_NE in outputs.router_logits_LNE:
         chosen_N = logits_NE.topk(top_k, dim=-1).indices.flatten()
         share_E = torch.bincount(chosen_N, minlength=experts) / chosen_N.numel()
         balance = balance + experts * (share_E * logits_NE.softmax(dim=-1).mean(dim=0)).sum()
@@ -133,17 +139,41 @@ def train(
     minutes: float,
     save_every: float = 180.0,
 ) -> None:
-    """Train for ``steps`` batches, or for ``minutes`` if that is sooner; the rate falls to its end either way."""
+    """Train a model and save checkpoints.
+
+    Training ends after ``steps`` batches or ``minutes``, whichever comes first. The learning-rate schedule is completed
+    in either case.
+
+    Parameters
+    ----------
+    model
+        Model to train.
+    moes
+        Its MoE layers.
+    texts
+        Corpus.
+    folder
+        Folder of the checkpoint.
+    steps
+        Maximum number of batches.
+    batch
+        Pieces of text per batch.
+    minutes
+        Maximum duration in minutes.
+    save_every
+        Seconds between two checkpoints.
+    """
     parameters = [*model.parameters(), *nn.ModuleList(moes).parameters()]
     optimizer = torch.optim.AdamW(
         parameters, lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY, fused=True
     )
     generator = torch.Generator().manual_seed(1)
     began = saved = time.monotonic()
-    step, done = 0, 0.0
-    while done < 1:
+    step = 0
+    progress = 0.0
+    while progress < 1:
         for group in optimizer.param_groups:
-            group["lr"] = _rate(done)
+            group["lr"] = _rate(progress)
         entropy, balance = losses(model, texts.batch(batch, model.config.context + 1, generator))
         optimizer.zero_grad()
         (entropy + _BALANCE * balance).backward()
@@ -151,26 +181,26 @@ def train(
         optimizer.step()
         step += 1
         now = time.monotonic()
-        done = max(step / steps, (now - began) / (60 * minutes))
-        if step % 25 == 0 or done >= 1:
+        progress = max(step / steps, (now - began) / (60 * minutes))
+        if step % 25 == 0 or progress >= 1:
             print(
                 f"step {step}: {entropy.item() / math.log(2):.3f} bits per byte, balance {balance.item():.3f}, "
                 f"{now - began:.0f} s",
                 flush=True,
             )
-        if now - saved > save_every or done >= 1:
+        if now - saved > save_every or progress >= 1:
             save(folder, model, moes)
             saved = now
 
 
 def save(folder: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
-    """Write a model and its ``TrainableMoE`` layers as a checkpoint, replacing the one that ``folder`` held."""
+    """Write a model and its ``TrainableMoE`` layers as a checkpoint, replacing the previous one in ``folder``."""
     tensors = dict(model.state_dict())
     for layer, moe in enumerate(moes):
         for expert, (w13_IH, w2_HI) in enumerate(zip(moe.w13, moe.w2, strict=True)):
             gate, up = w13_IH.chunk(2)
-            for part, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
-                tensors[expert_tensor_name(layer, expert, part)] = tensor
+            for projection, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
+                tensors[expert_tensor_name(layer, expert, projection)] = tensor
     stored = {name: tensor.detach().to(_STORED).contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(
@@ -180,17 +210,17 @@ def save(folder: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> 
     tokenizer = json.loads((EMBEDDED / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokenizer["model_max_length"] = model.config.context
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n", encoding="utf-8")
-    beside = folder / f"{WEIGHTS}.part"
-    save_file(stored, beside, metadata={"format": "pt"})
-    beside.replace(folder / WEIGHTS)
+    temporary = folder / f"{WEIGHTS}.part"
+    save_file(stored, temporary, metadata={"format": "pt"})
+    temporary.replace(folder / WEIGHTS)
 
 
-def _rate(done: float) -> float:
-    """Learning rate: up in a line, down in a cosine."""
-    if done < _WARM_UP:
-        return _PEAK_RATE * (done + 1e-3) / _WARM_UP
-    falling = 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
-    return _LAST_RATE + (_PEAK_RATE - _LAST_RATE) * falling
+def _rate(progress: float) -> float:
+    """Return the learning rate: a linear warm-up followed by a cosine decay."""
+    if progress < _WARM_UP:
+        return _PEAK_RATE * (progress + 1e-3) / _WARM_UP
+    decay = 0.5 * (1 + math.cos(math.pi * (progress - _WARM_UP) / (1 - _WARM_UP)))
+    return _LAST_RATE + (_PEAK_RATE - _LAST_RATE) * decay
 
 
 def main() -> None:

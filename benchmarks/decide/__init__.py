@@ -1,1 +1,1 @@
-"""When to decide, measured: changes found, false alarms, and what ours wins beside others that decide every window."""
+"""Benchmark of the decision pace: alarm delays, false alarms, and the gain over policies that decide every window."""

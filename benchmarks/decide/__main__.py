@@ -1,4 +1,7 @@
-"""``python -m benchmarks.decide``: each measure beside its target; recorded routing too where ``--traces`` has it."""
+"""Measure the decision pace and compare each figure with its target: ``python -m benchmarks.decide``.
+
+Recorded routing is measured as well if ``--traces`` names a folder that contains it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ _COLUMNS = (
 def main() -> None:
     """Print both tables, each row as soon as it is measured."""
     options = _parser().parse_args()
-    # A log shows each line at once; and what is no terminal takes any width, as tables want it.
+    # Flush after each line so that a log file can be followed. Outside a terminal, use a width that fits the tables.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.monotonic()
@@ -64,13 +67,13 @@ def main() -> None:
         contest.close()
     console.print(table)
     console.print(
-        "below off: windows in which balance won less than moves and switches cost, beside leaving all alone (0 asked)"
+        "below off: windows in which the gain over no balancing was less than the cost of moves and switches (target 0)"
     )
     console.print(
         "at once: plans take effect on the step after their window; at the pace: after solving, transfers and votes"
     )
     console.print(
-        f"moves priced by what they cost: {options.link_bandwidth:g} GB/s, "
+        f"moves are priced by their cost: {options.link_bandwidth:g} GB/s, "
         f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
     )
 
@@ -78,7 +81,7 @@ def main() -> None:
 def _measured(
     scenarios: Sequence[Scenario], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
 ) -> list[tuple[Row, float]]:
-    """Return the rows of one kind of heat, averaged over its seeds: ours, then the peers at both intervals."""
+    """Return the rows of one kind of heat, averaged over its seeds: our policy, then the peers at both intervals."""
     drawn = _drawn(scenarios)
     delay = Delay(options.step_ms, options.solve_ms, options.model_layers)
     unscored = options.unscored
@@ -113,7 +116,7 @@ def _scenarios(options: argparse.Namespace, seed: int) -> list[Scenario]:
 
 
 def _drawn(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
-    """The same heat from all seeds; once, where nothing of it is drawn."""
+    """Return the scenarios of all seeds, or only the first if the heat does not depend on the seed."""
     if all(np.array_equal(scenario.heat_TLE, scenarios[0].heat_TLE) for scenario in scenarios[1:]):
         return scenarios[:1]
     return scenarios
@@ -121,11 +124,16 @@ def _drawn(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
 
 def _alarms(seed: int) -> Table:
     table = Table(
-        "ranks x choices", "false alarms in 10,000 steps", "target", "found within, 90 % of changes", "target"
+        "ranks x choices",
+        "false alarms in 10,000 steps",
+        "target",
+        "detection delay, 90 % of changes",
+        "target",
     )
     for ranks, choices in ((8, 256), (8, 4096), (32, 32_768)):
-        found = measured(ranks, choices, seed)
-        rate, delay = 1e4 * found.false / found.steps, sorted(found.delays)[len(found.delays) * 9 // 10]
+        alarms = measured(ranks, choices, seed)
+        rate = 1e4 * alarms.false / alarms.steps
+        delay = sorted(alarms.delays)[len(alarms.delays) * 9 // 10]
         table.add_row(
             f"{ranks} x {choices:,}", f"{rate:.2f}", "at most 1", f"{delay:.0f} steps", "at most 16"
         )
@@ -133,11 +141,11 @@ def _alarms(seed: int) -> Table:
 
 
 def _promises(seed: int, traces: Path | None) -> Table:
-    """Return promises beside what whole tokens realise on the next window; the target is 3 %."""
+    """Return a table of promised and realised PAR on the next window, counted in whole tokens; the target is 3 %."""
     table = Table("heat", "seen", "promised", "realised", "promise off", "window off", "moves per window")
     for row in promises_measured(seed, traces):
-        off = row.promised / row.realised - 1.0
-        figures = (f"{row.seen:.3f}", f"{row.promised:.3f}", f"{row.realised:.3f}", f"{off:+.1%}")
+        error = row.promised / row.realised - 1.0
+        figures = (f"{row.seen:.3f}", f"{row.promised:.3f}", f"{row.realised:.3f}", f"{error:+.1%}")
         table.add_row(row.name, *figures, f"{row.off:.1%}", f"{row.moves:.0f}")
     return table
 
@@ -168,12 +176,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
     add = parser.add_argument
     add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
-    add("--only", default="", help="measure heat alone whose name holds this text; promises: only these")
-    add("--seeds", type=int, nargs="+", default=[0], help="of all heat that is drawn; means over them")
-    add("--layers", type=int, default=4, help="of heat that is drawn (4)")
-    add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
-    add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
-    add("--cpu-ms", type=float, default=math.inf, help="CPU of a step that ours may take, on average")
+    add(
+        "--only",
+        default="",
+        help="measure only heat whose name contains this text; promises: only the promises",
+    )
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="seeds of the drawn heat; figures are means over the seeds",
+    )
+    add("--layers", type=int, default=4, help="layers of the drawn heat (4)")
+    add(
+        "--link-bandwidth",
+        type=float,
+        default=25.0,
+        help="link bandwidth in GB/s, which determines the price of moves (25)",
+    )
+    add(
+        "--bytes-per-expert",
+        type=int,
+        default=0,
+        help="size of an expert, which determines the price of moves; 0: default size",
+    )
+    add("--cpu-ms", type=float, default=math.inf, help="mean CPU time per step that our policy may use")
     add(
         "--step-ms",
         type=float,
@@ -203,10 +231,10 @@ def _parser() -> argparse.ArgumentParser:
         "--peers",
         nargs="*",
         default=[FLASHLB],
-        help="peers to compare, once per window and as often as ours",
+        help="peers to compare, deciding once per window and as often as our policy",
     )
-    add("--index", default=INDEX, help="package index that peers are fetched from, once")
-    add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")
+    add("--index", default=INDEX, help="package index to download the peers from; each is downloaded once")
+    add("--limit-seconds", type=float, default=60.0, help="time limit of a peer's decision")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""False alarms on still heat, and how soon a change of one layer's ratio is found."""
+"""False alarms on stationary heat, and the delay until a change of one layer's ratio raises an alarm."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from eplb_core.placement import Float64
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import promise_of
 
-_SEEN = 64
-_STRETCH = 1000
+_WINDOW_STEPS = 64
+_SEGMENT_STEPS = 1000
 _LAYERS = 24
 
 
 class Alarms(NamedTuple):
-    """What the test did: false alarms in so many steps, and the delays of the changes found (infinite where not)."""
+    """Result of the test of the alarm.
+
+    Parameters
+    ----------
+    false
+        Number of false alarms.
+    steps
+        Number of stationary steps in which they were counted.
+    delays
+        Steps from each change to its alarm; infinite if the change raised none.
+    """
 
     false: int
     steps: int
@@ -24,28 +34,44 @@ class Alarms(NamedTuple):
 
 
 def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: int = 100) -> Alarms:
-    """Layers balanced in the mean, ``choices`` tokens drawn in each step; one layer's ratio then rises by a fifth."""
+    """Count the false alarms and the alarm delays on layers that are balanced in the mean.
+
+    Each step draws ``choices`` tokens. To test the delay, one layer's ratio rises by a fifth.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    choices
+        Tokens drawn per step and layer.
+    seed
+        Seed of the random draws.
+    stretches
+        Number of stationary segments of 1,000 steps that are searched for false alarms.
+    changes
+        Number of changes whose delay is measured.
+    """
     generator = np.random.default_rng(seed)
     false = 0
     for _ in range(stretches):
-        par_TL = served(generator, _SEEN + _STRETCH, ranks, choices)
-        false += _promised(par_TL).after_steps(par_TL[_SEEN:])[0].alarm is not None
+        par_TL = served(generator, _WINDOW_STEPS + _SEGMENT_STEPS, ranks, choices)
+        false += _promised_pace(par_TL).after_steps(par_TL[_WINDOW_STEPS:])[0].alarm is not None
     delays = []
     for _ in range(changes):
-        par_TL = served(generator, _SEEN + 64, ranks, choices)
-        par_TL[_SEEN:, 5] *= 1.2
-        pace, taken = _promised(par_TL).after_steps(par_TL[_SEEN:])
-        delays.append(float(taken) if pace.alarm is not None else np.inf)
-    return Alarms(false, stretches * _STRETCH, delays)
+        par_TL = served(generator, _WINDOW_STEPS + 64, ranks, choices)
+        par_TL[_WINDOW_STEPS:, 5] *= 1.2
+        pace, steps_used = _promised_pace(par_TL).after_steps(par_TL[_WINDOW_STEPS:])
+        delays.append(float(steps_used) if pace.alarm is not None else np.inf)
+    return Alarms(false, stretches * _SEGMENT_STEPS, delays)
 
 
-def _promised(par_TL: Float64) -> Pace:
-    promise = promise_of(par_TL[:_SEEN], held_out=True)
-    return Pace(first=0, memory=_SEEN, longest=_SEEN, due_at=1 << 40).serving(promise)
+def _promised_pace(par_TL: Float64) -> Pace:
+    promise = promise_of(par_TL[:_WINDOW_STEPS], held_out=True)
+    return Pace(first=0, memory=_WINDOW_STEPS, longest=_WINDOW_STEPS, due_at=1 << 40).serving(promise)
 
 
 def served(generator: np.random.Generator, steps: int, ranks: int, choices: int) -> Float64:
-    """Ratios of ranks that are balanced in the mean, each with a share of its own, and tokens drawn."""
+    """Draw the PAR of each step and layer, ``[T, L]``, for ranks whose expected loads differ by at most a tenth."""
     shares_LR = 1.0 + 0.1 * generator.random((_LAYERS, ranks))
     shares_LR /= shares_LR.sum(axis=1, keepdims=True)
     loads_TLR = np.stack([generator.multinomial(choices, row_R, size=steps) for row_R in shares_LR], axis=1)

@@ -1,4 +1,4 @@
-"""Heat to decide on: generated kinds, workloads one after the other, and recorded routing where there is any."""
+"""Heat to decide on: generated kinds, sequences of workloads, and recorded routing if available."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACED_TARGETS = {"drift": "at most 1.30"}
 
 
 def generated(seed: int, layers: int, windows: int = 12) -> Iterator[Scenario]:
-    """Yield the four kinds of generated heat, ``windows`` of each, with 256 experts on 32 ranks x 9 slots."""
+    """Yield ``windows`` windows of each of the four kinds of generated heat: 256 experts on 32 ranks x 9 slots."""
     for kind in KINDS:
         heat_TLE = np.array(generate(kind, layers, 256, 128 * windows, seed))
         yield Scenario(kind, heat_TLE, 32, 9, 128)
@@ -66,8 +66,8 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
             for step in range(steps):
                 if generator.random() < 1 / 30:
                     hot = generator.choice(np.argsort(share_E)[-16:])
-                    other = generator.integers(experts)
-                    share_E[[hot, other]] = share_E[[other, hot]]
+                    swapped = generator.integers(experts)
+                    share_E[[hot, swapped]] = share_E[[swapped, hot]]
                 share_TE[step] = share_E
         else:
             period_E = generator.uniform(150, 1500, experts)
@@ -87,7 +87,7 @@ def shipped() -> Scenario:
 
 
 def recorded(folder: Path, seed: int) -> Iterator[Scenario]:
-    """Routing that was recorded, of whichever models the folder holds."""
+    """Yield the recorded routing of every model in the folder."""
     steps = folder / "gpt-oss-20b" / "decode_steps_b64.npz"
     if steps.exists():
         heat_TLE = np.load(steps)["counts"][:, ::2].astype(np.int32)
@@ -103,9 +103,10 @@ def recorded(folder: Path, seed: int) -> Iterator[Scenario]:
 
 
 def _sequence(folder: Path, experts: int, tokens: int, seed: int) -> Int32:
-    """Eight workloads one after the other, each step's tokens drawn from those of the workload's own requests."""
+    """Concatenate eight workloads; each step draws its tokens from the requests of the current workload."""
     with np.load(folder / "routes.npz") as arrays:
-        routes_NLK, bounds = arrays["routes"], arrays["req_ptr"]
+        routes_NLK = arrays["routes"]
+        bounds = arrays["req_ptr"]
     requests = json.loads((folder / "requests.json").read_text())
     members: dict[str, list[np.ndarray]] = {}
     for number, request in enumerate(requests):

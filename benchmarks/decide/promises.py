@@ -1,4 +1,4 @@
-"""Promises beside what whole tokens realise on the next window, from 1 to 256 tokens per step."""
+"""Promises compared with the PAR realised by whole tokens on the next window, at 1 to 256 tokens per step."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ from eplb_lab.bench.scoring import realised_par
 
 TOKENS = (1, 4, 16, 64, 256)
 BATCHES = (4, 8, 16, 64)
-_WINDOWS, _STEPS = 5, 192
+_WINDOWS = 5
+_STEPS = 192
 _DECODED = 128
 """Steps of a window of recorded decoding."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Promises of one scenario, means over its windows.
+    """Promised and realised PAR of one scenario, as means over its windows.
 
     Parameters
     ----------
     name
-        The heat, and whether each window is placed from scratch or decided on from what serves.
-    seen, promised, realised
-        PAR before, as promised, and as realised on the next window.
+        Name of the heat, and "warm" if each decision starts from the current layout or "from scratch" if not.
+    seen
+        PAR before the decision.
+    promised
+        PAR that the decision promises.
+    realised
+        PAR realised on the next window.
     off
-        Mean distance of a window's promise from what it realised, as a part of that.
+        Mean absolute error of a window's promise, as a fraction of the realised PAR.
     moves
         Slots moved per window.
     """
@@ -50,7 +55,7 @@ class Kept:
 
 
 def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
-    """Return a row for each number of tokens, from scratch and warm."""
+    """Yield two rows for each number of tokens: one from scratch, one warm."""
     scenarios = [Scenario(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
     if traces is not None and (traces / "gpt-oss-20b" / "routes.npz").exists():
         for batch in BATCHES:
@@ -62,45 +67,50 @@ def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
 
 
 def _kept(scenario: Scenario, warm: bool) -> Kept:
-    """Decide on each window but the last, and score the decision on the one after it."""
-    settings, topology = PlannerSettings(threads=1), Topology.flat(scenario.ranks)
+    """Decide on each window except the last, and score each decision on the following window."""
+    settings = PlannerSettings(threads=1)
+    topology = Topology.flat(scenario.ranks)
     linear = Placement.linear(*scenario.heat_TLE.shape[1:], scenario.ranks, scenario.slots)
-    serving = first = Layout(linear, linear.default_log2phy())
+    first = Layout(linear, linear.default_log2phy())
+    current = first
     rows = []
     for number in range(scenario.decisions):
         window = Window(scenario.heat(number))
         if warm:
-            made = plan(window, serving.placement, serving.log2phy_RLE, topology, settings)
-            serving = serving.changed_by(made)
+            decision = plan(window, current.placement, current.log2phy_RLE, topology, settings)
+            current = current.changed_by(decision)
         else:
-            made = plan_afresh(window, linear, topology, settings, hold_out=True)
-            serving = first.changed_by(made)
-        realised = realised_par(scenario.served(number), scenario.slots, serving.log2phy_RLE)
-        rows.append((made.par_seen, made.par_planned, float(mean_par(realised)), made.moves))
+            decision = plan_afresh(window, linear, topology, settings, hold_out=True)
+            current = first.changed_by(decision)
+        realised = realised_par(scenario.served(number), scenario.slots, current.log2phy_RLE)
+        rows.append((decision.par_seen, decision.par_planned, float(mean_par(realised)), decision.moves))
     seen, promised, realised, moves = np.array(rows).T
-    how = "warm" if warm else "from scratch"
-    off = float(np.abs(promised / realised - 1.0).mean())
-    return Kept(f"{scenario.name}, {how}", seen.mean(), promised.mean(), realised.mean(), off, moves.mean())
+    start = "warm" if warm else "from scratch"
+    error = float(np.abs(promised / realised - 1.0).mean())
+    return Kept(
+        f"{scenario.name}, {start}", seen.mean(), promised.mean(), realised.mean(), error, moves.mean()
+    )
 
 
 def routed(tokens: int, seed: int, layers: int = 4, experts: int = 64, choices: int = 4) -> Int32:
-    """Return drawn heat of a router that chooses distinct experts, popular as Zipf's law says."""
+    """Draw the heat of a router that chooses distinct experts per token, with popularity according to Zipf's law."""
     generator = np.random.default_rng([seed, tokens])
     log_E = -0.8 * np.log(np.arange(1, experts + 1))
     heat_TLE = np.zeros((_STEPS * (_WINDOWS + 1), layers, experts), dtype=np.int32)
     for layer in range(layers):
-        of_experts = generator.permutation(log_E)
+        popularity_E = generator.permutation(log_E)
         for heat_LE in heat_TLE:
-            score_NE = of_experts + generator.gumbel(size=(tokens, experts))
+            score_NE = popularity_E + generator.gumbel(size=(tokens, experts))
             chosen_NK = np.argpartition(-score_NE, choices, axis=1)[:, :choices]
             heat_LE[layer] = np.bincount(chosen_NK.ravel(), minlength=experts)
     return heat_TLE
 
 
 def decoded(folder: Path, batch: int, steps: int, experts: int = 32) -> Int32:
-    """Decode so many recorded requests side by side, in file order; every fourth layer."""
+    """Return the heat of decoding ``batch`` recorded requests at a time, in file order, for every fourth layer."""
     with np.load(folder / "routes.npz") as arrays:
-        routes_NLK, bounds = arrays["routes"][:, ::4].astype(np.int64), arrays["req_ptr"].tolist()
+        routes_NLK = arrays["routes"][:, ::4].astype(np.int64)
+        bounds = arrays["req_ptr"].tolist()
     waiting = list(pairwise(bounds))[::-1]
     live: list[tuple[int, int]] = []
     heat_TLE = np.zeros((steps, routes_NLK.shape[1], experts), dtype=np.int32)
@@ -108,6 +118,6 @@ def decoded(folder: Path, batch: int, steps: int, experts: int = 32) -> Int32:
         live = [(token + 1, end) for token, end in live if token + 1 < end]
         while len(live) < batch and waiting:
             live.append(waiting.pop())
-        for layer, of_layer_NK in enumerate(routes_NLK[[token for token, _ in live]].transpose(1, 0, 2)):
-            heat_LE[layer] = np.bincount(of_layer_NK.ravel(), minlength=experts)
+        for layer, layer_routes_NK in enumerate(routes_NLK[[token for token, _ in live]].transpose(1, 0, 2)):
+            heat_LE[layer] = np.bincount(layer_routes_NK.ravel(), minlength=experts)
     return heat_TLE

@@ -1,4 +1,4 @@
-"""Ours along a scenario, and others: what each realised, moved and decided."""
+"""Realised PAR, moves and decisions of our policy and of its peers on one scenario."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 
 REMEMBERED = 512
-"""Steps that a decision looks at, at most: the default."""
+"""Maximum number of steps that a decision uses; the default of the service."""
 
 
 class Delay(NamedTuple):
-    """Pace at which plans take effect: step and solve time in milliseconds, and the MoE layers of the model.
+    """Pace at which plans take effect.
 
-    If ``step_ms`` is 0, plans take effect at once.
+    Parameters
+    ----------
+    step_ms
+        Step time in milliseconds; 0 if plans take effect at once.
+    solve_ms
+        Milliseconds from the end of a window until its plan reaches the ranks.
+    model_layers
+        MoE layers of the model.
     """
 
     step_ms: float = 0.0
@@ -53,15 +60,20 @@ class Row:
         Name of the policy, and when its plans take effect.
     par
         Realised peak-to-average ratio, mean over layers and steps.
-    moves_per_window, decisions
-        Slots moved in a window, and decisions in all.
+    moves_per_window
+        Mean number of slots moved per window.
+    decisions
+        Number of decisions.
     cpu_seconds
-        Of a decision.
-    forecasts, held
-        Gains forecast until the next decision that were compared with what came, and how many intervals held it.
-    below_off, windows
-        Windows in which what balance won, beside leaving all alone, was less than what moves and switches cost; and how
-        many there were.
+        CPU time per decision.
+    forecasts
+        Number of forecasts of the gain until the next decision that could be compared with the realised gain.
+    held
+        Number of forecasts whose error interval contained the realised gain.
+    below_off
+        Windows in which the gain over no balancing was less than the cost of moves and switches.
+    windows
+        Number of windows that were checked for ``below_off``.
     """
 
     policy: str
@@ -91,8 +103,10 @@ def own_rows(
     ----------
     scenario
         Heat to decide on.
-    settings, bytes_per_expert
-        Planner settings, and the size of an expert, which determine the price of moves.
+    settings
+        Planner settings; the link bandwidth affects the price of moves.
+    bytes_per_expert
+        Size of an expert in bytes, which also affects the price of moves.
     cpu_ms
         CPU time per step that decisions may take, in milliseconds.
     delay
@@ -114,11 +128,11 @@ def own_rows(
         jobs = [replace(job, cpu_ms=cpu_ms) for job in jobs_for([name], [setup], settings, hindsight=False)]
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene_for(scenario.ranks, charged)).policies
-        took = time.process_time() - began
-        idle = idle or took
+        cpu_seconds = time.process_time() - began
+        idle = idle or cpu_seconds
         par_W = np.array([row.par_realised for row in policy.decisions])
         off_par_W = par_W if name == "none" else off_par_W
-        # What each window's moves and switches cost, as a part of the time of even ranks.
+        # Cost of each window's moves and switches, as a fraction of its duration with perfectly balanced ranks.
         cost_W = [
             costs.stall_ms(scenario.slots, row.moves_busiest, row.layers_changed)
             / (costs.layer_ms * row.steps * layers)
@@ -126,13 +140,13 @@ def own_rows(
         ]
         rows = policy.decisions[unscored:]
         decisions = sum(row.decisions for row in rows)
-        made = sum(row.decisions for row in policy.decisions)
+        all_decisions = sum(row.decisions for row in policy.decisions)
         yield Row(
             label,
             float(np.average([row.par_realised for row in rows], weights=[row.steps for row in rows])),
             float(np.mean([row.moves for row in rows])),
             0 if name == "none" else decisions,
-            0.0 if name == "none" else max(took - idle, 0.0) / max(made, 1),
+            0.0 if name == "none" else max(cpu_seconds - idle, 0.0) / max(all_decisions, 1),
             sum(row.forecasts for row in policy.decisions),
             sum(row.forecasts_held for row in policy.decisions),
             int(np.count_nonzero(off_par_W - par_W - cost_W < 0)),
@@ -157,9 +171,9 @@ def peer_rows(
         Windows after the first decision to exclude, as for our policy.
     """
     label = f", {AT_ONCE}" if interval is None else f", as often as ours, {AT_ONCE}"
-    asked = replace(scenario, interval=interval)
+    scenario_at_interval = replace(scenario, interval=interval)
     per_window = scenario.window / (interval or scenario.window)
-    for row in loops(contest, [asked], [Entrant(name, name) for name in contest.peers]):
+    for row in loops(contest, [scenario_at_interval], [Entrant(name, name) for name in contest.peers]):
         scored = slice(round(unscored * per_window), None)
         moves = row["moves"][scored]
         yield Row(
@@ -180,7 +194,7 @@ def interval_of(scenario: Scenario, ours: Sequence[Row], unscored: int = 1) -> i
 
 
 def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:
-    """The mean over the seeds of each policy's rows, and the standard error of its ratio; 0 for one seed."""
+    """Return each policy's mean row over the seeds and the standard error of its PAR, which is 0 for one seed."""
     means = []
     for rows in zip(*rows_of_seeds, strict=True):
         par_N = np.array([row.par for row in rows])

@@ -59,11 +59,12 @@ def main() -> int:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("serving", total=len(_BALANCERS) * len(options.seeds) * stage.steps)
         for seed in options.seeds:
-            for name, how in _BALANCERS.items():
-                board = _served(replace(stage, seed=seed, **how), lambda: progress.advance(task))
+            for name, overrides in _BALANCERS.items():
+                board = _served(replace(stage, seed=seed, **overrides), lambda: progress.advance(task))
                 rows[name].append(_figures(board, "live"))
                 problem = complaint(board, stage)
-                problems += [] if problem is None else [f"{name}, seed {seed}: {problem}"]
+                if problem is not None:
+                    problems.append(f"{name}, seed {seed}: {problem}")
             rows[LEFT_ALONE].append(_figures(board, "still"))
     console.print(table(rows))
     console.print(f"Step times are {device_text()}. They include the agent's measured time.")
@@ -140,20 +141,20 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
         "experts moved",
     ):
         shown.add_column(column, justify="left" if not column else "right")
-    alone = statistics.median(row["tokens_per_second"] for row in rows[LEFT_ALONE])
+    unbalanced = statistics.median(row["tokens_per_second"] for row in rows[LEFT_ALONE])
     for name, seeds in rows.items():
-        middle = {key: statistics.median(row[key] for row in seeds) for key in seeds[0]}
+        medians = {key: statistics.median(row[key] for row in seeds) for key in seeds[0]}
         means = [row["mean_ms"] for row in seeds]
         shown.add_row(
             name,
-            f"{middle['mean_ms']:.1f} ({min(means):.1f} to {max(means):.1f})",
-            f"{middle['p50_ms']:.1f}",
-            f"{middle['p99_ms']:.1f}",
-            f"{middle['agent_ms']:.2f}",
-            f"{middle['tokens_per_second']:,.0f}",
-            f"{middle['tokens_per_second'] / alone - 1:+.1%}",
-            f"{middle['par']:.3f}",
-            f"{middle['moves']:.0f}",
+            f"{medians['mean_ms']:.1f} ({min(means):.1f} to {max(means):.1f})",
+            f"{medians['p50_ms']:.1f}",
+            f"{medians['p99_ms']:.1f}",
+            f"{medians['agent_ms']:.2f}",
+            f"{medians['tokens_per_second']:,.0f}",
+            f"{medians['tokens_per_second'] / unbalanced - 1:+.1%}",
+            f"{medians['par']:.3f}",
+            f"{medians['moves']:.0f}",
         )
     return shown
 

@@ -1,1 +1,1 @@
-"""How many ranks one service holds, and what they cost it."""
+"""Benchmark of the number of ranks that one service can handle, and of its CPU time and memory per rank."""

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.scale``: one service under the heat of 64, 256 and 1,024 ranks.
+"""Measure one service under the heat of 64, 256 and 1,024 ranks: ``python -m benchmarks.scale``.
 
-The service runs in a process of its own, the agents as coroutines in others. It decides as it does by default, and the
-ranks carry the first plan out, layer after layer; then the service is measured as it goes on. On a busy machine the
-service's CPU seconds per step are the figure that holds; rates and latencies count what else runs. Exits with 1 where a
-target is missed.
+The service runs in a separate process, and the agents run as coroutines in further processes. The service decides with
+its default settings. The ranks execute its first plan layer by layer, and the measurement starts afterwards. On a busy
+machine only the service's CPU seconds per step are reliable, because rates and latencies depend on the other load. The
+exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -35,39 +35,68 @@ _READINGS = 10
 
 
 def main() -> int:
-    """Measure each number of ranks, and print one table; 1 where a target is missed, otherwise 0."""
+    """Measure each number of ranks and print one table. Return 1 if a target is missed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
-    parser.add_argument("--slots", type=int, help="per rank; by default an eighth more than experts need")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (20); memory: 300")
-    parser.add_argument("--layers", type=int, default=58, help="of the model, of 256 experts each (58)")
-    parser.add_argument("--steps-per-second", type=float, default=20.0, help="of the model (20)")
-    parser.add_argument("--report-steps", type=int, help="in a report; by default what the service asks for")
-    parser.add_argument("--processes", type=int, default=2, help="that the agents are spread over (2)")
-    parser.add_argument("--no-plan", action="store_true", help="heat alone: nothing is decided")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument(
+        "--slots", type=int, help="slots per rank; by default there are an eighth more slots than experts"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="length of each measurement (20); the memory target needs 300",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=58, help="layers of the model, with 256 experts each (58)"
+    )
+    parser.add_argument(
+        "--steps-per-second", type=float, default=20.0, help="steps per second of the model (20)"
+    )
+    parser.add_argument(
+        "--report-steps", type=int, help="steps per report; by default the number that the service requests"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, help="processes that the agents are divided among (2)"
+    )
+    parser.add_argument(
+        "--no-plan", action="store_true", help="send only heat: the service makes no decision"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     measured = []
     for ranks in (int(word) for word in options.ranks.split(",")):
         scale = Scale(ranks, options.layers, 256, options.slots)
         load = Load(scale, options.steps_per_second, options.report_steps)
         measured.append(measure(load, options.seconds, options.processes, plan=not options.no_plan))
-    columns = ["ranks", *(f"{one.ranks:,}" for one in measured)]
-    rows = [[name, *(value(one) for one in measured)] for name, value in _ROWS]
+    columns = ["ranks", *(f"{run.ranks:,}" for run in measured)]
+    rows = [[name, *(value(run) for run in measured)] for name, value in _ROWS]
     judged = list(verdicts(measured))
     console = Console(soft_wrap=True)
     console.print(Table("One service", columns, rows).drawn(), target_table(judged).drawn())
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
+        options.json.write_text(json.dumps([asdict(run) for run in measured], indent=1) + "\n")
     return int(not all(target.met for target in judged))
 
 
 def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
-    """One number of ranks, for so long; with ``plan`` once the first one, after an interval, is carried out."""
+    """Measure the service with one number of ranks.
+
+    Parameters
+    ----------
+    load
+        Size and rate of the deployment.
+    seconds
+        Length of the measurement.
+    processes
+        Number of processes that the agents are divided among.
+    plan
+        True to let the service decide after one interval and to start the measurement once its plan is committed.
+    """
     settings = {
         "decision_interval": load.interval if plan else _NEVER,
         "report_steps": load.report_steps or "auto",
-        # On a busy machine agents may not be run for long; that is no reason to hear them no more.
+        # On a busy machine an agent may not run for a while. The service must not treat it as gone.
         "heartbeat_seconds": 20.0,
         "max_streams_per_peer": _ROOM,
         "max_heat_bytes": 4 << 30,
@@ -83,18 +112,21 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         joined = service.read()
         interval_end = ranks.start + load.interval / load.steps_per_second
         time.sleep(max(0.0, interval_end - time.time()) if plan else 0.0)
-        ended, agents = service.read(), ranks.tally().cpu
+        ended = service.read()
+        agents_cpu_before = ranks.tally().cpu
         first = _first_plan(ranks, interval_end) if plan else None
-        deciding, agents = service.read(), ranks.tally().cpu - agents
+        deciding = service.read()
+        agents_cpu = ranks.tally().cpu - agents_cpu_before
         if first is not None:
-            _carried_out(load, ranks)
+            _execute_plan(load, ranks)
         carried = service.read()
-        before, readings = ranks.tally(), [service.read()]
+        before = ranks.tally()
+        readings = [service.read()]
         for _ in range(_READINGS):
             time.sleep(seconds / _READINGS)
             readings.append(service.read())
         after = ranks.tally()
-    phases = Phases(joined, ended, deciding, carried, agents, first)
+    phases = Phases(joined, ended, deciding, carried, agents_cpu, first)
     return _summary(load, (before, after), readings, phases)
 
 
@@ -104,11 +136,16 @@ class Phases:
 
     Parameters
     ----------
-    joined, ended, deciding, carried
-        Once the ranks step, once the first decision's interval is over, once all have a plan, and once they have
-        carried it out.
+    joined
+        Reading shortly after the ranks have started to step.
+    ended
+        Reading at the end of the first decision's interval.
+    deciding
+        Reading when every rank has a plan.
+    carried
+        Reading when the ranks have executed the plan.
     agents_cpu
-        Seconds that the agents took from ``ended`` to ``deciding``.
+        CPU seconds of the agents between ``ended`` and ``deciding``.
     plan_ms
         As in ``Measured``.
     """
@@ -122,32 +159,31 @@ class Phases:
 
 
 def _first_plan(ranks: RankProcesses, ended: float) -> tuple[float, float, float] | None:
-    """Wait until all ranks have a plan; returns ``Measured.plan_ms``."""
+    """Wait until every rank has a plan, and return ``Measured.plan_ms``."""
     arrived = ranks.tally().plans_at
     while time.time() < ended + _PLAN_SECONDS:
         tally = ranks.tally()
         arrived = tally.plans_at
         if all(arrived):
-            heat, first, last = (
-                1e3 * (at - ended) for at in (max(tally.heat_at), min(arrived), max(arrived))
-            )
+            moments = (max(tally.heat_at), min(arrived), max(arrived))
+            heat, first, last = (1e3 * (moment - ended) for moment in moments)
             return heat, first, last
         time.sleep(_POLL_SECONDS)
     print(f"only {sum(map(bool, arrived))} of {len(arrived)} ranks have a plan", file=sys.stderr)
     return None
 
 
-def _carried_out(load: Load, ranks: RankProcesses) -> None:
-    """Have all ranks carry their plan out; returns once the last has switched its last layer, and reported it."""
+def _execute_plan(load: Load, ranks: RankProcesses) -> None:
+    """Let all ranks execute their plan, and wait until every layer has been switched and reported."""
     now = int((time.time() - ranks.start) * load.steps_per_second)
-    # Reports that have begun end before it.
+    # Start after the end of all reports that have already begun.
     ranks.switch_from(-(-(now + 4 * MAX_STEPS) // MAX_STEPS) * MAX_STEPS)
-    wanted = load.scale.ranks * load.scale.layers
+    expected = load.scale.ranks * load.scale.layers
     until = time.time() + _PLAN_SECONDS + load.scale.layers * load.switch_steps / load.steps_per_second
     before = -1
     while time.time() < until:
         switched = ranks.tally().switched
-        if switched == wanted or (switched == before > 0):
+        if switched == expected or (switched == before > 0):
             break
         before = switched
         time.sleep(4 * load.switch_steps / load.steps_per_second)
@@ -159,7 +195,8 @@ def _summary(
 ) -> Measured:
     before, *between = readings
     after = between[-1]
-    seconds, cpu = after.at - before.at, after.cpu - before.cpu
+    seconds = after.at - before.at
+    cpu = after.cpu - before.cpu
     carrying = phases.carried.at - phases.deciding.at
     return Measured(
         ranks=load.scale.ranks,
@@ -178,41 +215,41 @@ def _summary(
         resident_mb=tuple(round(reading.resident_bytes / 1e6, 1) for reading in readings),
         peak_mb=after.peak_bytes / 1e6,
         joining=phases.joined.holds,
-        deciding=Holds.merged(one.holds for one in (phases.ended, phases.deciding, phases.carried)),
+        deciding=Holds.merged(reading.holds for reading in (phases.ended, phases.deciding, phases.carried)),
         holding=Holds.merged(reading.holds for reading in between),
         plan_ms=phases.plan_ms,
     )
 
 
-def _said(holds: Holds) -> str:
+def _hold_text(holds: Holds) -> str:
     return f"{1e3 * holds.cpu:.1f}, {holds.name}"
 
 
 _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
-    ("steps/s put together, of", lambda one: f"{one.steps_per_second:.1f}, {one.wanted_per_second:g}"),
-    ("service's CPU, ms per step", lambda one: f"{one.cpu_ms_per_step:.2f}"),
-    ("service's CPU, % of a core", lambda one: f"{one.cpu_percent:.0f}"),
-    ("heat, MB/s", lambda one: f"{one.megabytes_per_second:.1f}"),
-    ("heat, reports/s", lambda one: f"{one.reports_per_second:.0f}"),
-    ("steps lost", lambda one: f"{one.lost_steps}"),
-    ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
+    ("steps/s assembled, of", lambda run: f"{run.steps_per_second:.1f}, {run.wanted_per_second:g}"),
+    ("service's CPU, ms per step", lambda run: f"{run.cpu_ms_per_step:.2f}"),
+    ("service's CPU, % of a core", lambda run: f"{run.cpu_percent:.0f}"),
+    ("heat, MB/s", lambda run: f"{run.megabytes_per_second:.1f}"),
+    ("heat, reports/s", lambda run: f"{run.reports_per_second:.0f}"),
+    ("steps lost", lambda run: f"{run.lost_steps}"),
+    ("steps that agents dropped", lambda run: f"{run.dropped_steps}"),
     (
         "memory, MB; most; grown in the second half",
-        lambda one: f"{one.resident_mb[-1]:.0f}; {one.peak_mb:.0f}; {one.grown_mb:+.1f}",
+        lambda run: f"{run.resident_mb[-1]:.0f}; {run.peak_mb:.0f}; {run.grown_mb:+.1f}",
     ),
-    ("longest hold of the loop, ms of CPU", lambda one: _said(one.holding)),
-    ("while the ranks join", lambda one: _said(one.joining)),
-    ("until the plan is carried out", lambda one: _said(one.deciding)),
-    ("the processor stood still within a hold, ms", lambda one: f"{1e3 * one.all_holds.still:.1f}"),
+    ("longest block of the event loop, ms of CPU", lambda run: _hold_text(run.holding)),
+    ("while the ranks join", lambda run: _hold_text(run.joining)),
+    ("until the plan is committed", lambda run: _hold_text(run.deciding)),
+    ("CPU not running within a block, ms", lambda run: f"{1e3 * run.all_holds.still:.1f}"),
     (
-        "CPU from the interval's end until all ranks have the plan, s: service, agents",
-        lambda one: f"{one.deciding_cpu_seconds[0]:.1f}, {one.deciding_cpu_seconds[1]:.1f}",
+        "CPU from the interval's end until every rank has the plan, s: service, agents",
+        lambda run: f"{run.deciding_cpu_seconds[0]:.1f}, {run.deciding_cpu_seconds[1]:.1f}",
     ),
-    ("CPU while they switch, % of a core", lambda one: f"{one.carrying_cpu_percent:.0f}"),
-    ("layers switched, over all ranks", lambda one: f"{one.switched}"),
+    ("service's CPU while layers switch, % of a core", lambda run: f"{run.carrying_cpu_percent:.0f}"),
+    ("layers switched, over all ranks", lambda run: f"{run.switched}"),
     (
-        "ms from there: last heat of it sent; plan at first, last rank",
-        lambda one: "-" if one.plan_ms is None else "{:.0f}; {:.0f}, {:.0f}".format(*one.plan_ms),
+        "ms after the interval's end: last heat sent; plan at first, last rank",
+        lambda run: "-" if run.plan_ms is None else "{:.0f}; {:.0f}, {:.0f}".format(*run.plan_ms),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Made-up heat of a deployment, as its ranks report it."""
+"""Synthetic heat of a deployment, in the form in which its ranks report it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,33 @@ from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.plan import RankLayer
 
 _VARIANTS = 4
-_TOKENS, _TOP_K = 64, 8
+_TOKENS = 64
+_TOP_K = 8
 _SLOTS_OVER_EXPERTS = 1.125
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A deployment's size: R, L, E and S; by default an eighth more slots than experts, in whole slots per rank."""
+    """Size of a deployment.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks, R.
+    layers
+        Number of layers, L.
+    experts
+        Experts per layer, E.
+    slots
+        Slots per rank, S. By default there are an eighth more slots than experts, rounded up to whole slots per rank.
+
+    Examples
+    --------
+    288 slots are an eighth more than 256 experts, so that each of 32 ranks has 9:
+
+    >>> Scale(ranks=32, layers=58, experts=256).shape.slots
+    9
+    """
 
     ranks: int
     layers: int
@@ -32,25 +52,25 @@ class Scale:
 
     @property
     def shape(self) -> Shape:
-        """As an agent reports it."""
+        """The deployment's shape as agents report it."""
         slots = self.slots or -(-int(_SLOTS_OVER_EXPERTS * self.experts) // self.ranks)
         return Shape(self.ranks, self.layers, self.experts, slots, bytes_per_expert=1 << 20)
 
     def placement(self) -> Placement:
-        """The placement that it starts with."""
+        """Return the initial placement."""
         return Placement.linear(self.layers, self.experts, self.ranks, self.shape.slots)
 
 
 @cache
 def _popularity(scale: Scale) -> Float64:
-    """Part of a layer's tokens that each expert gets, float64 ``[L, E]``: skewed, in each layer for other experts."""
+    """Return each expert's share of its layer's tokens, float64 ``[L, E]``; every layer has different hot experts."""
     weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
     popularity_LE: Float64 = weights_LE / weights_LE.sum(axis=1, keepdims=True)
     return popularity_LE
 
 
 def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64:
-    """Tokens of a step that a rank's slots of one layer expect, float64 ``[S]``; replicas share evenly."""
+    """Return the expected tokens per step of a rank's slots in one layer, float64 ``[S]``, with an even split."""
     replicas_E = np.bincount(phy2log_RS.ravel(), minlength=scale.experts)
     expert_S = phy2log_RS[rank]
     tokens_S: Float64 = _popularity(scale)[layer, expert_S] / replicas_E[expert_S]
@@ -58,9 +78,22 @@ def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64
 
 
 def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, variant: int = 0) -> HeatReport:
-    """A report of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
+    """Draw a report of a rank that decodes 64 sequences with 8 choices each; it starts at step 0, in epoch 0.
 
-    Its slots expect ``expected_LS`` tokens in a step. Own tokens are summed over the steps.
+    The source heat is summed over the steps.
+
+    Parameters
+    ----------
+    scale
+        Size of the deployment.
+    rank
+        Rank that sends the report.
+    steps
+        Number of steps in the report.
+    expected_LS
+        Expected tokens per step and slot, float64 ``[L, S]``.
+    variant
+        Seed that distinguishes several reports of the same rank.
     """
     rng = np.random.default_rng((rank, variant))
     return HeatReport(
@@ -74,14 +107,24 @@ def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, vari
 
 
 def expected_tokens(scale: Scale, placement: Placement, rank: int) -> Float64:
-    """Tokens that a rank's slots expect in a step under a placement, float64 ``[L, S]``."""
+    """Return the expected tokens per step of a rank's slots under a placement, float64 ``[L, S]``."""
     rows = enumerate(placement.phy2log_LRS)
     return np.stack([_expected(scale, layer, phy2log_RS, rank) for layer, phy2log_RS in rows])
 
 
 @dataclass
 class _Drawn:
-    """A report that is drawn and encoded, and what slots receive in it once the first ``counted`` layers switched."""
+    """An encoded report.
+
+    Parameters
+    ----------
+    message
+        The encoded report.
+    counts_TLS
+        int32 ``[T, L, S]``, tokens per step and slot.
+    counted
+        Number of layer switches that ``counts_TLS`` reflects.
+    """
 
     message: agent_pb2.ConnectRequest
     counts_TLS: Int32
@@ -89,9 +132,16 @@ class _Drawn:
 
 
 class Reports:
-    """One rank's reports, drawn once and sent again and again; for layers that switched tokens are drawn again.
+    """Reports of one rank. Each is drawn once and sent repeatedly; after a switch, the layer's tokens are redrawn.
 
-    Its slots expect ``expected_LS`` tokens in a step until then, float64 ``[L, S]``.
+    Parameters
+    ----------
+    scale
+        Size of the deployment.
+    rank
+        Rank that sends the reports.
+    expected_LS
+        Expected tokens per step and slot before any switch, float64 ``[L, S]``.
     """
 
     def __init__(self, scale: Scale, rank: int, expected_LS: Float64) -> None:
@@ -103,14 +153,14 @@ class Reports:
         self._drawn: dict[tuple[int, int], _Drawn] = {}
 
     def switch(self, update: RankLayer, epoch: int) -> None:
-        """Let a layer serve another placement."""
+        """Change the placement of a layer."""
         self._expected_LS[update.layer] = _expected(self._scale, update.layer, update.phy2log_RS, self._rank)
         self._epochs[update.layer] = epoch
         self.switched.append(update)
 
     def message(self, step: int, steps: int, dropped_steps: int, switching: bool) -> agent_pb2.ConnectRequest:
-        """Return the report of these steps; only one is kept up to date while layers are ``switching``."""
-        # All at once: ranks that draw some when an interval ends report it late.
+        """Return the report of ``steps`` steps from ``step``; only one variant is updated while layers switch."""
+        # Draw all variants at once. A rank that had to draw one at the end of an interval would report it late.
         variants = 1 if switching else _VARIANTS
         for key in ((steps, variant) for variant in range(variants)):
             if key not in self._drawn:

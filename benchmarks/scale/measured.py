@@ -1,4 +1,4 @@
-"""Findings of one run of the load generator, and the targets that they are held to."""
+"""Figures of one run of the load generator, and their targets."""
 
 from __future__ import annotations
 
@@ -9,41 +9,65 @@ from benchmarks.scale.measured_service import LONG_SECONDS, Holds
 from benchmarks.solver.judged import Target
 
 _CHEAP_RANKS = 256
-_MOST_PERCENT = 10.0
-_MOST_GROWN_MB = 16.0
-_KEEPS_UP = 0.98
-"""Of the steps wanted, less those of one report: what is under way when the clock stops has not been lost."""
+_MAX_PERCENT = 10.0
+_MAX_GROWTH_MB = 16.0
+_MIN_ASSEMBLED = 0.98
+"""Minimum fraction of the ranks' steps that must be assembled. One report may still be in transit at the end."""
 _FLAT_SECONDS = 300.0
-"""Windows and caches have filled by half of that; half an hour says more of the same."""
+"""Minimum run length for judging memory growth. Windows and caches are full after half of it, and a run of half an
+hour shows nothing new."""
 _PLAN_SECONDS = 5.0
-_SAYING_REPORTS = 4
-"""A rate is read off whole reports: over fewer of each rank it says where the clock stopped."""
+_MIN_REPORTS = 4
+"""Minimum number of reports per rank for judging a rate. Only whole reports count, so a shorter run depends on when
+the clock stops."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Findings of one run; rates are per second of the clock, CPU is the service's.
+    """Figures of one run. Rates are per second of wall-clock time.
 
     Parameters
     ----------
-    steps_per_second, wanted_per_second
-        Steps of which all ranks' heat was put together, and steps that the ranks made.
-    cpu_ms_per_step, cpu_percent
-        Of its process per step that the ranks made, and of one core.
-    lost_steps, dropped_steps
-        Over the whole run: missed by the service; dropped by agents, over all ranks.
-    megabytes_per_second, reports_per_second
-        Heat that the agents sent.
-    resident_mb, peak_mb
-        Memory, from the beginning of the measurement to its end at equal times; ``peak_mb`` is the most of the run.
-    joining, holding, deciding
-        Holds of the event loop: at first, over the measurement, and from the decision until its plan is carried out.
-    deciding_cpu_seconds, carrying_cpu_percent, switched
-        The service's and the agents' from the end of the first decision's interval until its plan was at all ranks; the
-        service's part of a core while that was carried out; layers that the ranks switched, over all ranks.
+    ranks
+        Number of ranks.
+    seconds
+        Length of the measurement.
+    steps_per_second
+        Steps per second that the service assembled from the heat of all ranks.
+    wanted_per_second
+        Steps per second that the ranks made.
+    cpu_ms_per_step
+        CPU time of the service per step that the ranks made, in milliseconds.
+    cpu_percent
+        CPU time of the service, in percent of one core.
+    deciding_cpu_seconds
+        CPU seconds of the service and of the agents, from the end of the first decision's interval until every rank
+        had its plan.
+    carrying_cpu_percent
+        CPU time of the service while the plan was executed, in percent of one core.
+    lost_steps
+        Steps that the service missed in the whole run.
+    dropped_steps
+        Steps that the agents dropped in the whole run, summed over all ranks.
+    switched
+        Layers switched, summed over all ranks.
+    megabytes_per_second
+        Heat sent by the agents.
+    reports_per_second
+        Heat reports sent by the agents.
+    resident_mb
+        Memory of the service at equal intervals, from the start of the measurement to its end.
+    peak_mb
+        Maximum memory of the service in the whole run.
+    joining
+        Longest block of the event loop while the ranks joined.
+    holding
+        Longest block of the event loop during the measurement.
+    deciding
+        Longest block of the event loop from the decision until its plan was executed.
     plan_ms
-        From the end of the first decision's interval until the last rank had sent its heat of it, and the first and the
-        last had its plan; ``None`` where one never did.
+        Milliseconds from the end of the first decision's interval until the last rank had sent its heat, until the
+        first rank had a plan, and until the last rank had run. ``None`` if a rank never received a plan.
     """
 
     ranks: int
@@ -68,58 +92,58 @@ class Measured:
 
     @property
     def report_steps(self) -> float:
-        """Steps in a report; 0 where there was none."""
+        """Steps per report; 0 without reports."""
         reports = self.reports_per_second
         return self.ranks * self.wanted_per_second / reports if reports else 0.0
 
     @property
     def made_steps(self) -> float:
-        """Steps that the ranks made over the measurement."""
+        """Steps that the ranks made during the measurement."""
         return self.wanted_per_second * self.seconds
 
     @property
     def keeps_up(self) -> bool:
-        """Whether steps were put together as fast as they were made."""
-        return self.steps_per_second * self.seconds + self.report_steps >= _KEEPS_UP * self.made_steps
+        """True if the service assembled steps as fast as the ranks made them."""
+        return self.steps_per_second * self.seconds + self.report_steps >= _MIN_ASSEMBLED * self.made_steps
 
     @property
     def grown_mb(self) -> float:
-        """Memory at the end beside that at half-time: until then the window fills."""
+        """Growth of memory in the second half, in MB; the window fills in the first half."""
         return self.resident_mb[-1] - self.resident_mb[len(self.resident_mb) // 2]
 
     @property
     def all_holds(self) -> Holds:
-        """Holds of the event loop from the first rank to the last plan."""
+        """Longest block of the event loop in the whole run."""
         return Holds.merged((self.joining, self.holding, self.deciding))
 
 
 def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
-    """Each run beside every target that it is long enough to say something of."""
-    for one in measured:
-        says_rate = one.made_steps >= _SAYING_REPORTS * one.report_steps
+    """Yield the targets of each run, skipping those for which the run is too short."""
+    for run in measured:
+        can_judge_rate = run.made_steps >= _MIN_REPORTS * run.report_steps
         judged: list[tuple[str, str, bool]] = []
-        if one.ranks == _CHEAP_RANKS and says_rate:
-            found = f"{one.cpu_percent:.1f} % at {one.steps_per_second:.1f} steps/s"
-            cheap = one.cpu_percent <= _MOST_PERCENT and one.keeps_up
-            judged.append((f"cost {_MOST_PERCENT:g} % of a core or less", found, cheap))
-        if says_rate:
-            found = f"{one.steps_per_second:.1f} of {one.wanted_per_second:g} steps/s"
-            judged.append(("steps are put together as fast as they are made", found, one.keeps_up))
-        lost = f"{one.lost_steps} lost, {one.dropped_steps} dropped"
-        judged.append(("no step is lost or dropped", lost, one.lost_steps == one.dropped_steps == 0))
-        held = one.all_holds.cpu
-        longest = f"nothing holds the event loop for more than {1e3 * LONG_SECONDS:g} ms of CPU"
-        judged.append((longest, f"{1e3 * held:.1f} ms", held <= LONG_SECONDS))
-        if one.seconds >= _FLAT_SECONDS:
-            grown = f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s"
-            flat = f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half"
-            judged.append((flat, grown, one.grown_mb <= _MOST_GROWN_MB))
+        if run.ranks == _CHEAP_RANKS and can_judge_rate:
+            cost = f"{run.cpu_percent:.1f} % at {run.steps_per_second:.1f} steps/s"
+            cheap = run.cpu_percent <= _MAX_PERCENT and run.keeps_up
+            judged.append((f"cost {_MAX_PERCENT:g} % of a core or less", cost, cheap))
+        if can_judge_rate:
+            rate = f"{run.steps_per_second:.1f} of {run.wanted_per_second:g} steps/s"
+            judged.append(("steps are assembled as fast as they are made", rate, run.keeps_up))
+        lost = f"{run.lost_steps} lost, {run.dropped_steps} dropped"
+        judged.append(("no step is lost or dropped", lost, run.lost_steps == run.dropped_steps == 0))
+        longest = run.all_holds.cpu
+        limit = f"no callback blocks the event loop for more than {1e3 * LONG_SECONDS:g} ms of CPU"
+        judged.append((limit, f"{1e3 * longest:.1f} ms", longest <= LONG_SECONDS))
+        if run.seconds >= _FLAT_SECONDS:
+            grown = f"{run.grown_mb:+.1f} MB in the last {run.seconds / 2:.0f} s"
+            flat = f"memory grows by {_MAX_GROWTH_MB:g} MB or less in the second half"
+            judged.append((flat, grown, run.grown_mb <= _MAX_GROWTH_MB))
         arrived = "none"
-        if one.plan_ms is not None:
-            arrived = f"the last after {one.plan_ms[-1]:.0f} ms, {one.plan_ms[0]:.0f} of them until its heat is sent"
-        soon = one.plan_ms is not None and one.plan_ms[-1] <= 1e3 * _PLAN_SECONDS
+        if run.plan_ms is not None:
+            arrived = f"the last after {run.plan_ms[-1]:.0f} ms, {run.plan_ms[0]:.0f} ms of it until all heat is sent"
+        soon = run.plan_ms is not None and run.plan_ms[-1] <= 1e3 * _PLAN_SECONDS
         judged.append(
-            (f"the first plan is at every rank {_PLAN_SECONDS:g} s after the interval", arrived, soon)
+            (f"the first plan reaches every rank within {_PLAN_SECONDS:g} s of the interval", arrived, soon)
         )
-        for what, found, met in judged:
-            yield Target(f"{one.ranks:,} ranks: {what}", "", found, met)
+        for name, figure, met in judged:
+            yield Target(f"{run.ranks:,} ranks: {name}", "", figure, met)

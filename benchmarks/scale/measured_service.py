@@ -1,4 +1,4 @@
-"""A service in a process of its own that says what it has cost, and for how long callbacks held its event loop."""
+"""A service in a separate process that reports its CPU time, its memory and the longest block of its event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
 LONG_SECONDS = 0.1
-"""Nothing should hold the loop for longer."""
+"""Maximum CPU time for which one callback may block the event loop."""
 _TICK_SECONDS = 0.008
 
 
@@ -33,12 +33,12 @@ class Holds:
     Parameters
     ----------
     cpu
-        Seconds of this thread's CPU.
+        CPU seconds of the thread in the longest callback.
     still
-        Longest that the processor did not run within one of them, though the system counts it as the thread's CPU: on
-        virtual machines only. It does not count in ``cpu``.
+        Longest time within one callback in which the host did not run the virtual CPU, although the guest counts it
+        as CPU time of the thread. It is not included in ``cpu``.
     name
-        Name of what was called.
+        Name of the longest callback.
     """
 
     cpu: float = 0.0
@@ -46,34 +46,39 @@ class Holds:
     name: str = ""
 
     @classmethod
-    def merged(cls, parts: Iterable[Holds]) -> Holds:
-        """Return the longest of all parts of a run."""
-        parts = list(parts)
-        longest = max(parts, key=lambda part: part.cpu)
-        return cls(longest.cpu, max(part.still for part in parts), longest.name)
+    def merged(cls, phases: Iterable[Holds]) -> Holds:
+        """Return the maximum over several phases of a run."""
+        phases = list(phases)
+        longest = max(phases, key=lambda phase: phase.cpu)
+        return cls(longest.cpu, max(phase.still for phase in phases), longest.name)
 
     def clear(self) -> None:
-        """Begin again."""
-        self.cpu, self.still, self.name = 0.0, 0.0, ""
+        """Reset all figures."""
+        self.cpu = 0.0
+        self.still = 0.0
+        self.name = ""
 
-    def took(self, what: asyncio.Handle, cpu: float, still: float) -> None:
-        """Count a callback."""
+    def record(self, handle: asyncio.Handle, cpu: float, still: float) -> None:
+        """Record one callback."""
         self.still = max(self.still, still)
         if cpu - still > self.cpu:
-            self.cpu, self.name = cpu - still, _name(what)
+            self.cpu = cpu - still
+            self.name = _name(handle)
 
 
 @contextmanager
 def watched() -> Iterator[Holds]:
-    """Within it every callback of this process's event loops is timed."""
-    holds, run = Holds(), asyncio.Handle._run
+    """Time every callback of this process's event loops while the context lasts."""
+    holds = Holds()
+    run = asyncio.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
-        began, ticked = time.thread_time(), ticks.taken
+        began = time.thread_time()
+        ticks_before = ticks.count
         run(handle)
         cpu = time.thread_time() - began
-        still = cpu - ticks.most_since(ticked) if cpu > LONG_SECONDS else 0.0
-        holds.took(handle, cpu, max(still, 0.0))
+        still = cpu - ticks.max_seconds_since(ticks_before) if cpu > LONG_SECONDS else 0.0
+        holds.record(handle, cpu, max(still, 0.0))
 
     with _ticking() as ticks:
         asyncio.Handle._run = timed  # type: ignore[method-assign]
@@ -84,41 +89,42 @@ def watched() -> Iterator[Holds]:
 
 
 class _Ticks:
-    """Ticks of a timer that the main thread took, whatever it was doing.
+    """Count of timer signals that the main thread has received.
 
-    A processor that runs takes each of them, a virtual one that its host does not run takes all that are due as one.
+    A running CPU receives every tick. If the host does not run a virtual CPU for a while, all ticks that have become
+    due are delivered as one. The count is therefore an upper bound of the time in which the CPU really ran.
     """
 
     def __init__(self, pipe: int) -> None:
-        self.taken = 0
+        self.count = 0
         self._pipe = pipe
 
-    def take(self, *_: object) -> None:
-        """Count those that are noted in the pipe."""
+    def update(self, *_: object) -> None:
+        """Add the ticks that the signal handler has written to the pipe."""
         with suppress(BlockingIOError):
-            self.taken += len(os.read(self._pipe, 1 << 16))
+            self.count += len(os.read(self._pipe, 1 << 16))
 
-    def most_since(self, taken: int) -> float:
-        """Seconds that the processor can have run at most since so many had been taken."""
-        self.take()
-        return (self.taken - taken + 1) * _TICK_SECONDS
+    def max_seconds_since(self, count: int) -> float:
+        """Return an upper bound of the seconds for which the CPU ran since the count was ``count``."""
+        self.update()
+        return (self.count - count + 1) * _TICK_SECONDS
 
 
 @contextmanager
 def _ticking() -> Iterator[_Ticks]:
-    """Within it a timer ticks, by signals that note themselves in a pipe even while no Python code can run."""
+    """Run a timer whose signals are written to a pipe, even while the interpreter cannot run Python code."""
     read, write = os.pipe()
     for end in (read, write):
         os.set_blocking(end, False)
     ticks = _Ticks(read)
-    handler = signal.signal(signal.SIGALRM, ticks.take)
-    noted = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    handler = signal.signal(signal.SIGALRM, ticks.update)
+    previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
     try:
         yield ticks
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.set_wakeup_fd(noted)
+        signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGALRM, handler)
         os.close(read)
         os.close(write)
@@ -128,30 +134,34 @@ def _name(handle: asyncio.Handle) -> str:
     callback = handle._callback  # type: ignore[attr-defined]
     task = getattr(callback, "__self__", None)
     coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
-    named = coroutine if coroutine is not None else callback
-    return str(getattr(named, "__qualname__", named))
+    target = coroutine if coroutine is not None else callback
+    return str(getattr(target, "__qualname__", target))
 
 
 _START_SECONDS = 300.0
-"""Kernels may have to be compiled, on a busy machine."""
+"""Start-up timeout; the kernels may have to be compiled on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A service's work and cost.
+    """Counters of a service at one moment.
 
     Parameters
     ----------
     at
-        Seconds, by a clock that never jumps.
+        Time in seconds on the monotonic clock.
     cpu
-        Seconds of CPU since its start.
-    resident_bytes, peak_bytes
-        Memory at present, and the most since its start.
-    received, lost
-        Steps since its start, over all deployments.
+        CPU seconds since the service started.
+    resident_bytes
+        Current memory.
+    peak_bytes
+        Maximum memory since the service started.
+    received
+        Steps received since the start, summed over all deployments.
+    lost
+        Steps lost since the start, summed over all deployments.
     holds
-        Since the reading before.
+        Longest block of the event loop since the previous reading.
     """
 
     at: float
@@ -164,14 +174,22 @@ class Reading:
 
 
 class MeasuredService:
-    """The service's process, seen from outside; ``address`` is where it listens."""
+    """Handle of the service's process.
+
+    Parameters
+    ----------
+    pipe
+        Connection to the process.
+    address
+        Address on which the service listens.
+    """
 
     def __init__(self, pipe: Connection, address: str) -> None:
         self._pipe = pipe
         self.address = address
 
     def read(self) -> Reading:
-        """Return what it has cost by now."""
+        """Return the current counters."""
         self._pipe.send("read")
         reading: Reading = self._pipe.recv()
         return reading
@@ -179,18 +197,18 @@ class MeasuredService:
 
 @contextmanager
 def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]:
-    """A service with these settings beside the defaults, for as long as the context lasts; its kernels are warm."""
+    """Run a service with compiled kernels while the context lasts; ``settings`` override the defaults."""
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
+    parent_pipe, child_pipe = spawn.Pipe()
     store = f"{folder}/store.sqlite3"
     flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": store, **settings}
-    process = spawn.Process(target=_serve, args=(theirs, flags), name="eplb-service")
+    process = spawn.Process(target=_serve, args=(child_pipe, flags), name="eplb-service")
     process.start()
     try:
-        if not ours.poll(_START_SECONDS):
+        if not parent_pipe.poll(_START_SECONDS):
             raise TimeoutError(f"the service did not start within {_START_SECONDS:g} s")
-        yield MeasuredService(ours, ours.recv())
-        ours.send("stop")
+        yield MeasuredService(parent_pipe, parent_pipe.recv())
+        parent_pipe.send("stop")
         process.join(20)
     finally:
         process.terminate()
@@ -198,7 +216,7 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 
 def asked_by(pipe: Connection) -> Any:
-    """Return what the measuring process asks for; ``None`` where it is gone."""
+    """Return the next request of the measuring process, or ``None`` if that process has ended."""
     try:
         return pipe.recv()
     except EOFError:
@@ -212,17 +230,17 @@ def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
 
 
 async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
-    asked: asyncio.Queue[str] = asyncio.Queue()
+    requests: asyncio.Queue[str] = asyncio.Queue()
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
-        # As a service does it once it is warm: this holds the loop once, before there is a rank.
+        # A service does the same once it is warm. This blocks the loop once, before any rank has joined.
         gc.collect()
         gc.freeze()
         await asyncio.sleep(0)
         holds.clear()
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: requests.put_nowait(asked_by(pipe)))
         pipe.send(service.address)
-        while await asked.get() == "read":
+        while await requests.get() == "read":
             pipe.send(_reading(service, holds))
             holds.clear()
         asyncio.get_running_loop().remove_reader(pipe.fileno())

@@ -1,7 +1,8 @@
-"""Agents as coroutines, a share of a deployment's ranks in each process: real streams, made-up heat, no model.
+"""Agents that run as coroutines, several per process: real streams and synthetic heat, but no model.
 
-Plans are carried out by the clock: from a step that all ranks are given, a layer every few steps, its statuses sent and
-reports cut there as agents do. What slots receive then is drawn for the experts that they hold.
+The agents execute plans by the clock. From a step that all ranks receive, one layer switches every few steps. As real
+agents do, they send the plan's statuses and end their reports at each switch. The tokens of a slot are then drawn for
+the expert that it holds.
 """
 
 from __future__ import annotations
@@ -34,20 +35,31 @@ _JOIN_SECONDS = 300.0
 _STREAMS_PER_CHANNEL = 64
 _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
 _JOINING_AT_ONCE = 2
-"""A service hears four Hellos of one host at a time."""
+"""Hellos sent at a time; the service accepts four at a time from one host."""
 _QUEUED_REPORTS = 64
-"""As an agent keeps them."""
+"""Maximum number of queued reports, as in a real agent."""
 _HEARTBEAT_SECONDS = 2.0
 _MOMENT_SECONDS = 0.01
 _HEAD_BYTES = 32
-"""Of a plan's message: its size, number, term and base."""
+"""Length of the prefix that identifies a plan message: its size, plan number, leader term and base."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A deployment's size, steps per second and of a report, between two layers' switches, and of an interval.
+    """Load that a deployment puts on the service.
 
-    ``report_steps`` is ``None`` for as many as the service asks for, ``interval`` ends with the first decision.
+    Parameters
+    ----------
+    scale
+        Size of the deployment.
+    steps_per_second
+        Steps per second of the model.
+    report_steps
+        Steps per report; ``None`` for the number that the service requests.
+    switch_steps
+        Steps between the switches of two layers.
+    interval
+        Steps before the first decision.
     """
 
     scale: Scale
@@ -59,10 +71,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Tally:
-    """Steps that agents could not send in time, heat that they sent, layers that they switched, and plans they got.
+    """Counters summed over agents.
 
-    ``heat_at`` has when each had sent the interval's last step, ``plans_at`` when it got its first plan, in seconds
-    since 1970, 0 where it has not; ``cpu`` are the seconds that their processes took.
+    Parameters
+    ----------
+    dropped_steps
+        Steps that could not be sent in time.
+    sent_bytes
+        Bytes of heat sent.
+    reports
+        Number of heat reports sent.
+    switched
+        Layers switched.
+    heat_at
+        For each agent, the time at which it had sent the interval's last step, in seconds since 1970; 0 if not yet.
+    plans_at
+        For each agent, the time at which it received its first plan, in seconds since 1970; 0 if not yet.
+    cpu
+        CPU seconds of the agents' processes.
     """
 
     dropped_steps: int = 0
@@ -78,27 +104,27 @@ class Tally:
 
 
 class RankProcesses:
-    """All ranks, once they have joined; step 0 begins at ``start``, in seconds since 1970."""
+    """Handle of all ranks after they have joined; step 0 begins at ``start``, in seconds since 1970."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
         self.start = 0.0
 
     def begin(self) -> None:
-        """The model begins to step."""
+        """Start the model's steps in one second."""
         self.start = time.time() + 1.0
         self._send(self.start)
 
     def switch_from(self, step: int) -> None:
-        """All carry out the plan that they have from that step on, which none has begun to report."""
+        """Let all ranks execute their plan from ``step`` on; no rank may have begun to report that step."""
         self._send(step)
 
-    def _send(self, what: float) -> None:
+    def _send(self, value: float) -> None:
         for pipe in self._pipes:
-            pipe.send(what)
+            pipe.send(value)
 
     def tally(self) -> Tally:
-        """Return what all agents have seen so far."""
+        """Return the counters, summed over all agents."""
         for pipe in self._pipes:
             pipe.send("tally")
         return sum((pipe.recv() for pipe in self._pipes), Tally())
@@ -106,19 +132,20 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankProcesses]:
-    """All ranks of a deployment, joined; they leave at the end."""
+    """Run all ranks of a deployment while the context lasts; they have joined when it begins."""
     spawn = multiprocessing.get_context("spawn")
     shares = [range(first, load.scale.ranks, processes) for first in range(processes)]
-    pipes, started = [], []
+    pipes = []
+    started = []
     try:
         for share in shares:
-            ours, theirs = spawn.Pipe()
+            parent_pipe, child_pipe = spawn.Pipe()
             process = spawn.Process(
-                target=_run_agents, args=(theirs, address, load, share), name="eplb-ranks"
+                target=_run_agents, args=(child_pipe, address, load, share), name="eplb-ranks"
             )
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            child_pipe.close()
+            pipes.append(parent_pipe)
             started.append(process)
         for pipe in pipes:
             if not pipe.poll(_JOIN_SECONDS):
@@ -136,7 +163,7 @@ def _run_agents(pipe: Connection, address: str, load: Load, share: range) -> Non
 
 
 async def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
-    heard: asyncio.Queue[Any] = asyncio.Queue()
+    requests: asyncio.Queue[Any] = asyncio.Queue()
     crew = _Crew()
     agents = _agents(load, share, crew)
     turns = asyncio.Semaphore(_JOINING_AT_ONCE)
@@ -153,18 +180,18 @@ async def _serve(pipe: Connection, address: str, load: Load, share: range) -> No
                 for index, agent in enumerate(agents)
             )
         )
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: heard.put_nowait(asked_by(pipe)))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: requests.put_nowait(asked_by(pipe)))
         pipe.send("joined")
-        start = await heard.get()
+        start = await requests.get()
         running = [asyncio.create_task(agent.run(start)) for agent in agents]
-        while (asked := await heard.get()) is not None:
+        while (request := await requests.get()) is not None:
             for task in running:
                 if task.done():
                     task.result()
-            if asked == "tally":
+            if request == "tally":
                 pipe.send(sum((agent.tally for agent in agents), Tally(cpu=time.process_time())))
             else:
-                crew.begin(asked, load)
+                crew.begin(request, load)
         for task in running:
             task.cancel()
 
@@ -172,7 +199,7 @@ async def _serve(pipe: Connection, address: str, load: Load, share: range) -> No
 def _agents(load: Load, share: range, crew: _Crew) -> list[_Agent]:
     scale = load.scale
     placement = scale.placement()
-    # The tables of linear placements are made rank by rank: all of them at once are large.
+    # The digest is combined layer by layer, which needs less memory than building all tables at once.
     digests = [layer_digest(layer, row_RS) for layer, row_RS in enumerate(placement.phy2log_LRS)]
     digest = combine_digests(scale.experts, digests)
     crew.digests = digests
@@ -197,7 +224,7 @@ def _agents(load: Load, share: range, crew: _Crew) -> list[_Agent]:
 
 
 class _Crew:
-    """The plan that all ranks of a process carry out, and the steps at which its layers switch."""
+    """Plan that all ranks of a process execute, and the steps at which its layers switch."""
 
     def __init__(self) -> None:
         self.plan: RankPlan | None = None
@@ -208,9 +235,10 @@ class _Crew:
         self.begun = asyncio.Event()
 
     def hear(self, data: bytes, shape: Shape) -> agent_pb2.ConnectResponse | None:
-        """Decode an answer; ``None`` for the first plan, which is decoded and checked once.
+        """Decode a message from the service; return ``None`` for the first plan.
 
-        Ranks are on machines of their own: here they take as little as they can from the service.
+        The plan is decoded only once per process. Real ranks run on other machines, so the agents here must take as
+        little CPU time from the service as possible.
         """
         if self._head and data.startswith(self._head):
             return None
@@ -218,7 +246,7 @@ class _Crew:
         if self.plan is not None or not answer.HasField("plan"):
             return answer
         self.plan = decode_plan(answer.plan, shape)
-        # It begins with the plan's number.
+        # The plan's number is in this prefix.
         self._head = data[:_HEAD_BYTES]
         for epoch, update in enumerate(self.plan.layers, start=1):
             self.digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
@@ -226,42 +254,47 @@ class _Crew:
         return None
 
     def switched(self, index: int) -> tuple[RankLayer, int]:
-        """Return the layer that switches so many switches after the first, and its epoch from then on."""
+        """Return the layer with the given index in the plan, and its epoch after the switch."""
         assert self.plan is not None
         return self.plan.layers[index], self.versions[index][0]
 
     def begin(self, step: int, load: Load) -> None:
-        """Switch a layer every few steps from that one on."""
+        """Schedule the switch of one layer every few steps, starting at ``step``."""
         assert self.plan is not None
         self.switches = [step + load.switch_steps * index for index in range(len(self.plan.layers))]
         self.begun.set()
 
     def segment_end(self, step: int, report_steps: int) -> int:
-        """Step before which a report that begins at ``step`` ends: none spans a switch."""
+        """Return the end (exclusive) of a report that begins at ``step``; reports do not span a switch."""
         end = (step // report_steps + 1) * report_steps
         upcoming = bisect.bisect_right(self.switches, step)
         return min([end, *self.switches[upcoming : upcoming + 1]])
 
 
 class _Agent:
-    """One rank's stream."""
+    """Stream of one rank."""
 
     def __init__(self, load: Load, hello: Hello, crew: _Crew, expected_LS: Float64) -> None:
-        self.dropped_steps = self.sent_bytes = self.reports = self.switched = 0
-        self.heat_at = self.plan_at = 0.0
+        self.dropped_steps = 0
+        self.sent_bytes = 0
+        self.reports = 0
+        self.switched = 0
+        self.heat_at = 0.0
+        self.plan_at = 0.0
         self._load = load
         self._rank = hello.rank
         self._crew = crew
         self._version = hello.version
         self._hello = agent_pb2.ConnectRequest(hello=encode(hello)).SerializeToString()
-        self._asked_steps = self._step = 0
+        self._requested_steps = 0
+        self._step = 0
         self._reports = Reports(load.scale, hello.rank, expected_LS)
         self._call: Any = None
         self._writing = asyncio.Lock()
 
     @property
     def tally(self) -> Tally:
-        """All that it has sent and received."""
+        """Counters of this agent."""
         return Tally(
             self.dropped_steps, self.sent_bytes, self.reports, self.switched, (self.heat_at,), (self.plan_at,)
         )
@@ -279,18 +312,19 @@ class _Agent:
         )
         if not answer.HasField("welcome"):
             raise RuntimeError(f"rank {self._rank}: {await self._call.details()}")
-        self._asked_steps = answer.welcome.report_steps
+        self._requested_steps = answer.welcome.report_steps
 
     async def run(self, start: float) -> None:
         await asyncio.gather(self._send(start), self._beat(), self._hear(), self._carry_out(start))
 
     async def _send(self, start: float) -> None:
-        step, rate = 0, self._load.steps_per_second
+        step = 0
+        rate = self._load.steps_per_second
         while True:
             self._step = step
-            # A longer report than the last one begins at a multiple of its steps, as agents cut theirs.
-            steps = self._crew.segment_end(step, self._load.report_steps or self._asked_steps) - step
-            # Ranks step together, so they report together.
+            # As in a real agent, reports begin at a multiple of their length.
+            steps = self._crew.segment_end(step, self._load.report_steps or self._requested_steps) - step
+            # All ranks step at the same time, so they also report at the same time.
             due = start + (step + steps) / rate
             await asyncio.sleep(max(0.0, due - time.time()))
             behind = int((time.time() - due) * rate / steps)
@@ -299,7 +333,7 @@ class _Agent:
                 step += steps * (behind - _QUEUED_REPORTS)
             switched = bisect.bisect_right(self._crew.switches, step)
             while self.switched < switched:
-                # An agent says that it has switched before it reports what came after.
+                # An agent reports a switch before it reports the steps that follow.
                 await asyncio.sleep(_MOMENT_SECONDS)
             for index in range(len(self._reports.switched), switched):
                 self._reports.switch(*self._crew.switched(index))
@@ -315,7 +349,7 @@ class _Agent:
                 self.heat_at = self.heat_at or time.time()
 
     async def _carry_out(self, start: float) -> None:
-        """Report each layer of the plan as its step comes."""
+        """Report each layer of the plan when its step is due."""
         await self._crew.begun.wait()
         assert self._crew.plan is not None
         for index, update in enumerate(self._crew.plan.layers):
@@ -335,13 +369,14 @@ class _Agent:
         await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
 
     async def _write(self, data: bytes) -> None:
-        """One at a time: gRPC gives up a call on which two writes meet, and the service hears nothing of it."""
+        """Write one message at a time, because gRPC cancels a call on which two writes overlap."""
         async with self._writing:
             await self._call.write(data)
 
     async def _beat(self) -> None:
         await asyncio.sleep(_HEARTBEAT_SECONDS * self._rank / self._load.scale.ranks)
-        heartbeats, reports = HeartbeatSchedule(time.monotonic()), 0
+        heartbeats = HeartbeatSchedule(time.monotonic())
+        reports = 0
         while True:
             if self.reports > reports:
                 heartbeats.note_heat()
@@ -362,11 +397,12 @@ class _Agent:
                 assert crew.plan is not None
                 status = PlanStatus(crew.plan.plan_id, PlanState.ACCEPTED, crew.plan.layers[0].layer)
             elif answer.HasField("plan"):
-                layer, reason = answer.plan.layers[0].layer, "the ranks of a benchmark carry out one plan"
+                layer = answer.plan.layers[0].layer
+                reason = "the benchmark's ranks execute only one plan"
                 status = PlanStatus(answer.plan.plan_id, PlanState.REFUSED, layer, reason=reason)
             else:
                 if answer.HasField("reporting"):
-                    self._asked_steps = answer.reporting.report_steps or self._asked_steps
+                    self._requested_steps = answer.reporting.report_steps or self._requested_steps
                 continue
             await self._write(agent_pb2.ConnectRequest(plan_status=encode(status)).SerializeToString())
         raise RuntimeError(f"rank {self._rank}: the stream ended: {await self._call.details()}")

@@ -1,1 +1,1 @@
-"""The solver beside other people's, on the same heat."""
+"""Benchmark of the solver against other balancers on the same heat."""

@@ -1,4 +1,4 @@
-"""Measures the solver and its peers side by side: ``python -m benchmarks.solver``."""
+"""Compare the solver with its peers on the same heat: ``python -m benchmarks.solver``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rows = Iterator[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Extent:
-    """How many shapes, seeds, windows and repeats go into each measurement."""
+    """Size of each measurement: its shapes, seeds, windows and repeats."""
 
     shapes: tuple[Shape, ...] = SHAPES
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -64,8 +64,21 @@ QUICK = Extent(
 def measured(
     contest: Contest, extent: Extent, traces: Sequence[Scenario], only: Sequence[str]
 ) -> Iterator[tuple[str, Rows]]:
-    """Measurements by name, in the order in which they run; ``traces`` are recorded heat to serve as well."""
-    seed, served = extent.seeds[0], (extent.loop_shape, extent.loop_windows, extent.seeds[0])
+    """Yield the name and the rows of each measurement.
+
+    Parameters
+    ----------
+    contest
+        Policies to measure.
+    extent
+        Size of each measurement.
+    traces
+        Recorded heat for the closed loop and the ablation.
+    only
+        Groups to measure, out of ``GROUPS``.
+    """
+    seed = extent.seeds[0]
+    loop_extent = (extent.loop_shape, extent.loop_windows, seed)
     if "cells" in only:
         yield "cells", measures.cells(contest, extent.shapes, extent.seeds)
         yield "tables", measures.source_tables(contest, extent.table_shape, seed, extent.spreads)
@@ -74,20 +87,22 @@ def measured(
         yield "keeping", measures.keeping(contest, extent.repeats, seed)
         yield "following", measures.following(extent.seeds)
     if "loop" in only:
-        yield "loop", loops(contest, generated_scenarios(KINDS, *served), entrants(contest))
-        moving = generated_scenarios(("drift", "bursty"), *served)
+        yield "loop", loops(contest, generated_scenarios(KINDS, *loop_extent), entrants(contest))
+        moving = generated_scenarios(("drift", "bursty"), *loop_extent)
         yield "pareto", loops(contest, moving, measures.priced(contest))
         yield "traces", loops(contest, traces, entrants(contest))
     if "ablation" in only:
-        asked = extent.loop_shape, extent.ablation_windows, extent.seeds, traces
-        yield "ablation", measures.ablation(contest, *asked)
+        yield (
+            "ablation",
+            measures.ablation(contest, extent.loop_shape, extent.ablation_windows, extent.seeds, traces),
+        )
     if "example" in only:
         yield "example", measures.known_example(contest)
         yield "few_slots", measures.few_slots(contest, extent.seeds)
 
 
 def main() -> int:
-    """Parse options, measure, and print the tables; returns the exit code."""
+    """Parse the options, measure, and print the tables. Return the exit code."""
     options = _parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
@@ -99,9 +114,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     seeds = tuple(options.seeds or ())
-    stated = {"seeds": seeds, "repeats": options.repeats}
+    overrides = {"seeds": seeds, "repeats": options.repeats}
     extent = replace(
-        QUICK if options.quick else Extent(), **{name: value for name, value in stated.items() if value}
+        QUICK if options.quick else Extent(), **{name: value for name, value in overrides.items() if value}
     )
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
     with console.status("compiling the solver's kernels, once"):
@@ -112,12 +127,13 @@ def main() -> int:
     try:
         for name, rows in measured(contest, extent, scenarios, options.only):
             with console.status(name):
-                found = results.setdefault(name, [])
+                # Append row by row, so that an interrupted measurement keeps its rows.
+                measured_rows = results.setdefault(name, [])
                 for row in rows:
-                    found.append(row)
-            console.print(f"{name}: {len(found)} rows, {time.monotonic() - began:.0f} s so far")
+                    measured_rows.append(row)
+            console.print(f"{name}: {len(measured_rows)} rows, {time.monotonic() - began:.0f} s so far")
     except KeyboardInterrupt:
-        console.print("interrupted: what follows is what was measured until then")
+        console.print("interrupted; the tables below contain the measurements up to now")
     finally:
         contest.close()
     for table in reversed(tables(results)):
@@ -133,13 +149,13 @@ def main() -> int:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """End as Ctrl-C does, with what was measured until then; some send the signal twice."""
+    """End as on Ctrl-C, keeping the results so far. Ignore a second signal, because some senders repeat it."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _about(seeds: tuple[int, ...]) -> dict[str, str]:
-    """Command, machine and versions, without which a figure means nothing."""
+    """Return the command, machine and versions needed to interpret the figures."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -158,17 +174,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solver", description=__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="about two minutes: one shape, one seed, short loops")
-    add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure these alone")
-    add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers that take part")
-    add("--index", default=INDEX, help="package index that peers are fetched from, once")
-    add("--seeds", type=int, nargs="+", help="of the generated heat; the first serves where one is enough")
-    add("--repeats", type=int, help="runs of each timed decision")
-    add("--limit-seconds", type=float, default=60.0, help="a decision that takes longer is given up")
-    add("--trace", type=Path, action="append", default=[], help="recorded heat to serve as well")
+    add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure only these")
+    add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers to compare")
+    add("--index", default=INDEX, help="package index to download the peers from; each is downloaded once")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="seeds of the generated heat; some measurements use only the first",
+    )
+    add("--repeats", type=int, help="repeats of each timed decision")
+    add("--limit-seconds", type=float, default=60.0, help="time limit of a decision")
+    add("--trace", type=Path, action="append", default=[], help="also measure this recorded heat")
     add("--trace-ranks", type=int, default=8)
-    add("--trace-slots", type=int, help="default: one a rank more than the experts need")
-    add("--trace-window", type=int, default=256, help="steps a decision sees; fewer where a trace is short")
-    add("--json", type=Path, help="write every row here")
+    add("--trace-slots", type=int, help="slots per rank (default: one more than the experts need)")
+    add("--trace-window", type=int, default=256, help="steps per window; fewer if a trace is short")
+    add("--json", type=Path, help="write every row to this file")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""Generated heat of four kinds, drawn as recorded heat moves: static, drift, phased and bursty.
+"""Generated heat of four kinds that imitate recorded heat: static, drift, phased and bursty.
 
-Each step draws its tokens' choices from a popularity vector (multinomial, no expert above one in ``choices``). Odd
-layers start from a Zipf law (exponent 0.5 to 0.9), even layers from a lognormal (sd 0.6 to 1.2).
+Each step draws its choices from a multinomial distribution over the experts. No expert's share exceeds
+``1 / choices``. The initial popularity follows Zipf's law in odd layers (exponent 0.5 to 0.9) and a lognormal
+distribution in even layers (standard deviation 0.6 to 1.2).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ Shape = tuple[int, int, int, int]
 """Layers, experts, ranks, slots per rank."""
 KINDS = ("static", "drift", "phased", "bursty")
 JITTER = 0.1
-"""By which an expert's log-popularity jumps from step to step, where it does not walk."""
+"""Standard deviation of the noise in an expert's log-popularity from step to step; not used for drift."""
 WINDOW = 256
-"""Steps that a decision sees."""
+"""Steps per window."""
 SHAPES: tuple[Shape, ...] = (
     (58, 256, 16, 17),
     (58, 256, 32, 9),
@@ -34,11 +35,17 @@ SHAPES: tuple[Shape, ...] = (
     (60, 384, 64, 7),
     (48, 128, 8, 17),
 )
-"""Three of DeepSeek-V3, Qwen3-235B, Kimi-K2, and a small deployment."""
+"""Three deployments of DeepSeek-V3, one each of Qwen3-235B and Kimi-K2, and a small one."""
 
 
 def shape_name(shape: Shape) -> str:
-    """As tables and options write it."""
+    """Return the shape as tables and options write it.
+
+    Examples
+    --------
+    >>> shape_name((58, 256, 32, 9))
+    '58x256x32x9'
+    """
     return "x".join(map(str, shape))
 
 
@@ -53,7 +60,29 @@ def generate(
     choices: int = 8,
     jitter: float = JITTER,
 ) -> npt.NDArray[np.int32]:
-    """Heat int32 ``[steps, layers, experts]`` of one of ``KINDS``, read-only; the last is kept: it took a second."""
+    """Generate heat of one kind, int32 ``[steps, layers, experts]``, read-only.
+
+    The last result is cached because generating it takes about a second.
+
+    Parameters
+    ----------
+    kind
+        One of ``KINDS``.
+    layers
+        Number of layers.
+    experts
+        Experts per layer.
+    steps
+        Number of steps.
+    seed
+        Seed of the random draws.
+    tokens
+        Tokens per step.
+    choices
+        Experts chosen per token.
+    jitter
+        Standard deviation of the noise in log-popularity; see ``JITTER``.
+    """
     heat_TLE = np.empty((steps, layers, experts), dtype=np.int32)
     for layer in range(layers):
         generator = np.random.default_rng([seed, layer, KINDS.index(kind)])
@@ -69,7 +98,26 @@ def generate(
 
 
 def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int = 0) -> Float64:
-    """Each expert's split over source ranks, a persistent lognormal mix, float64 ``[ranks, layers, experts]``."""
+    """Draw each expert's split over the source ranks, which does not change over time.
+
+    Parameters
+    ----------
+    layers
+        Number of layers.
+    experts
+        Experts per layer.
+    ranks
+        Number of source ranks.
+    spread
+        Standard deviation of the logarithm of a source's weight; 0 for an even split.
+    seed
+        Seed of the random draws.
+
+    Returns
+    -------
+    Float64
+        float64 ``[ranks, layers, experts]``, which sums to 1 over the ranks.
+    """
     generator = np.random.default_rng([seed, ranks])
     mix_RLE: Float64 = np.exp(generator.normal(0, spread, (ranks, layers, experts)))
     mix_RLE /= mix_RLE.sum(axis=0)
@@ -79,7 +127,7 @@ def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int =
 def _log_popularity(
     kind: str, layer: int, experts: int, steps: int, generator: np.random.Generator, jitter: float
 ) -> Float64:
-    """Unscaled log-popularity of each expert in each step, float64 ``[steps, experts]``."""
+    """Return the unnormalised log-popularity of each expert in each step, float64 ``[steps, experts]``."""
     base_E = _start(layer, experts, generator)
     jitter_TE: Float64 = generator.normal(0, jitter, (steps, experts))
     if kind == "drift":
@@ -94,25 +142,28 @@ def _log_popularity(
 
 
 def _walk(base_E: Float64, steps: int, generator: np.random.Generator) -> Float64:
-    """Each expert walks by itself, pulled back a little."""
+    """Return the start plus an independent random walk per expert, with a weak pull back to the start."""
     walk_TE = np.empty((steps, base_E.size))
-    at_E = np.zeros(base_E.size)
+    offset_E = np.zeros(base_E.size)
     for step in range(steps):
-        at_E = 0.999 * at_E + generator.normal(0, 0.04, base_E.size)
-        walk_TE[step] = base_E + at_E
+        offset_E = 0.999 * offset_E + generator.normal(0, 0.04, base_E.size)
+        walk_TE[step] = base_E + offset_E
     return walk_TE
 
 
 def _alternation(base_E: Float64, steps: int) -> Float64:
-    """Two domains that like opposite experts, mixed 9:1 and 1:9 for 50 steps each."""
+    """Mix two domains with opposite popularity, 9:1 and 1:9 by turns of 50 steps."""
     first_T1 = np.where((np.arange(steps) // 50) % 2 == 0, 0.9, 0.1)[:, None]
-    one_E, other_E = np.exp(base_E), np.exp(base_E.max() + base_E.min() - base_E)
-    mixed_TE: Float64 = first_T1 * (one_E / one_E.sum()) + (1 - first_T1) * (other_E / other_E.sum())
+    direct_E = np.exp(base_E)
+    reverse_E = np.exp(base_E.max() + base_E.min() - base_E)
+    mixed_TE: Float64 = first_T1 * (direct_E / direct_E.sum()) + (1 - first_T1) * (
+        reverse_E / reverse_E.sum()
+    )
     return np.log(mixed_TE)
 
 
 def _bursts(experts: int, steps: int, generator: np.random.Generator) -> Float64:
-    """Groups of 8 experts are on together for about 10 steps, and off for about 50."""
+    """Switch groups of 8 experts on for about 10 steps and off for about 50."""
     groups_E = generator.permutation(experts) // 8
     on_TG = np.zeros((steps, groups_E.max() + 1))
     state_G = generator.random(on_TG.shape[1]) < 10 / 60
@@ -131,7 +182,7 @@ def _start(layer: int, experts: int, generator: np.random.Generator) -> Float64:
 
 
 def generated_scene(kind: str, shape: Shape, windows: int, seed: int) -> tuple[Scene, np.ndarray]:
-    """The first window of generated heat as a scene, and all ``windows`` of it ``[T, L, E]``."""
+    """Return the first window of generated heat as a scene, and the heat of all ``windows`` windows, ``[T, L, E]``."""
     layers, experts, ranks, slots = shape
     heat_TLE = generate(kind, layers, experts, windows * WINDOW, seed)
     return first_scene(heat_TLE[:WINDOW], ranks, slots), heat_TLE
@@ -140,7 +191,7 @@ def generated_scene(kind: str, shape: Shape, windows: int, seed: int) -> tuple[S
 def generated_scenarios(
     kinds: Sequence[str], shape: Shape, windows: int, seed: int, spread: float = 0.0
 ) -> list[Scenario]:
-    """A scenario of each kind; ``spread`` is the log-sd of the split over source ranks."""
+    """Return one scenario per kind; ``spread`` is that of ``source_mix``."""
     layers, experts, ranks, slots = shape
     mix_RLE = source_mix(layers, experts, ranks, spread, seed) if spread else None
     return [
@@ -150,9 +201,20 @@ def generated_scenarios(
 
 
 def recorded_scenario(path: Path, ranks: int, slots: int | None, window: int) -> Scenario:
-    """A trace of any format that the project reads; one slot per rank beyond what the experts need, unless given.
+    """Read a trace of any supported format as a scenario. Raises ``HeatError`` if the trace cannot be read.
 
-    Token routes become steps of 64 requests side by side. Raises ``HeatError``, also where there are not three windows.
+    Token routes are decoded 64 requests at a time.
+
+    Parameters
+    ----------
+    path
+        Trace to read.
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank; ``None`` for one more than the experts need.
+    window
+        Steps per window, reduced if the trace has fewer than three such windows.
     """
     heat_TLE = read_heat(path, ReadAs(batch=64))
     needed = -(-heat_TLE.shape[2] // ranks)

@@ -1,4 +1,4 @@
-"""What the solver is meant to reach, and whether a run of the benchmark reached it."""
+"""Targets of the solver, and their check against the results of a run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,25 @@ from eplb_lab.bench.peers.balancers import FLASHLB
 Results = Mapping[str, Any]
 
 ROUNDING = 0.01
-_NOISE_OF_TIME = 0.05
-_MOST_OF_SCRATCH = 1.0
+_TIME_NOISE = 0.05
+_MAX_WARM_RATIO = 1.0
 """Highest ratio of a warm decision's CPU time, including its trials from scratch, to a decision from scratch."""
 
 
 class Target(NamedTuple):
-    """One target: what is wanted, what was found, whether that is enough."""
+    """One target and the measured figure.
+
+    Parameters
+    ----------
+    what
+        Name of the figure.
+    wanted
+        Target value; empty if the name includes it.
+    found
+        Measured figure.
+    met
+        True if the target is met.
+    """
 
     what: str
     wanted: str
@@ -41,7 +53,7 @@ class Target(NamedTuple):
 
 
 def targets(results: Results) -> list[Target]:
-    """Every target that the results are about."""
+    """Return the targets of all measurements that the results contain."""
     judges: Mapping[str, Callable[[Rows], Iterator[Target]]] = {
         "cells": _balance,
         "time": _time,
@@ -60,8 +72,8 @@ _SETTINGS = {OURS: "default settings", OURS_EVEN: "split even"}
 
 
 def _balance(rows: Rows) -> Iterator[Target]:
-    for mine, settings in _SETTINGS.items():
-        compared = compared_cells(rows, mine)
+    for policy_name, settings in _SETTINGS.items():
+        compared = compared_cells(rows, policy_name)
         if compared:
             failing = [cell for cell in compared if cell.failings]
             reason = "; ".join(f"{cell.shape} {cell.kind} {', '.join(cell.failings)}" for cell in failing)
@@ -75,23 +87,27 @@ def _balance(rows: Rows) -> Iterator[Target]:
 
 
 def _time(rows: Rows) -> Iterator[Target]:
-    for mine, settings in _SETTINGS.items():
+    for policy_name, settings in _SETTINGS.items():
         for shape in map(shape_name, COMPARED):
             timed = {(row["policy"], row["kind"]) for row in rows if row["shape"] == shape}
-            kinds = [kind for policy, kind in sorted(timed) if policy == FLASHLB and (mine, kind) in timed]
+            kinds = [
+                kind for policy, kind in sorted(timed) if policy == FLASHLB and (policy_name, kind) in timed
+            ]
             if not kinds:
                 continue
-            together = time_ratio(rows, shape, kinds, mine=mine)
-            median = time_ratio(rows, shape, kinds, np.median, mine)
-            lowest, kind = min((time_ratio(rows, shape, [kind], mine=mine), kind) for kind in kinds)
+            together = time_ratio(rows, shape, kinds, policy_name=policy_name)
+            median = time_ratio(rows, shape, kinds, np.median, policy_name)
+            lowest, kind = min(
+                (time_ratio(rows, shape, [kind], policy_name=policy_name), kind) for kind in kinds
+            )
             yield Target(
-                f"CPU time at {shape}, {settings}: FlashLB over ours, four kinds together",
+                f"CPU time at {shape}, {settings}: FlashLB ratios ours, four kinds together",
                 "6 or more",
                 f"{together:.2f} (medians: {median:.2f})",
                 together >= 6,
             )
             yield Target(
-                f"CPU time at {shape}, {settings}: FlashLB over ours on each kind",
+                f"CPU time at {shape}, {settings}: FlashLB ratios ours on each kind",
                 "3 or more",
                 f"lowest {lowest:.2f} ({kind})",
                 lowest >= 3,
@@ -99,7 +115,7 @@ def _time(rows: Rows) -> Iterator[Target]:
         large = [
             min(row["cpu_seconds"])
             for row in rows
-            if (row["shape"], row["policy"]) == (shape_name(LARGE), mine)
+            if (row["shape"], row["policy"]) == (shape_name(LARGE), policy_name)
         ]
         if large:
             yield Target(
@@ -125,19 +141,19 @@ def _keeping(rows: Rows) -> Iterator[Target]:
 
 def _following(rows: Rows) -> Iterator[Target]:
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        here = [row for row in rows if row["kind"] == kind]
-        over = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in here]
-        milliseconds = float(np.mean([row["warm"] for row in here])) * 1e3
+        scenario_rows = [row for row in rows if row["kind"] == kind]
+        ratios = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in scenario_rows]
+        milliseconds = float(np.mean([row["warm"] for row in scenario_rows])) * 1e3
         yield Target(
-            f"CPU of a warm decision on {kind} over one from scratch, {here[0]['shape']}",
-            f"{_MOST_OF_SCRATCH:g} or less, and {_NOISE_OF_TIME:g} for noise",
-            f"{np.mean(over):.2f} ({min(over):.2f} to {max(over):.2f}; {milliseconds:.0f} ms)",
-            bool(np.mean(over) <= _MOST_OF_SCRATCH + _NOISE_OF_TIME),
+            f"CPU of a warm decision on {kind} relative to one from scratch, {scenario_rows[0]['shape']}",
+            f"{_MAX_WARM_RATIO:g} or less, plus {_TIME_NOISE:g} for noise",
+            f"{np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {milliseconds:.0f} ms)",
+            bool(np.mean(ratios) <= _MAX_WARM_RATIO + _TIME_NOISE),
         )
 
 
 def promise_error(row: Mapping[str, Any]) -> float:
-    """How far the window's realised ratio lies above what was promised, as a part of it, in the mean over layers."""
+    """Return the relative difference of the window's realised PAR from the promised one, both means over the layers."""
     return float(np.mean(row["realised_window"]) / np.mean(row["promised_L"]) - 1)
 
 
@@ -145,40 +161,45 @@ def _tables(rows: Rows) -> Iterator[Target]:
     errors = [abs(promise_error(row)) for row in rows if row["promised_L"] is not None]
     if errors:
         yield Target(
-            "tables realise what the plan promised", "within 1 %", f"{max(errors):.2%}", max(errors) <= 0.01
+            "realised PAR relative to the promised PAR",
+            "within 1 %",
+            f"{max(errors):.2%}",
+            max(errors) <= 0.01,
         )
 
 
 def _loop(rows: Rows) -> Iterator[Target]:
     for kind in dict.fromkeys(row["scenario"] for row in rows):
-        here = {row["policy"]: row for row in rows if row["scenario"] == kind}
-        if DEFAULT.label not in here or FULL.label not in here:
+        scenario_rows = {row["policy"]: row for row in rows if row["scenario"] == kind}
+        if DEFAULT.label not in scenario_rows or FULL.label not in scenario_rows:
             continue
-        ours, full = here[DEFAULT.label], here[FULL.label]
+        ours = scenario_rows[DEFAULT.label]
+        full = scenario_rows[FULL.label]
         moves = moves_after_first(ours)
         if kind in ("static", "phased"):
             yield Target(
                 f"{kind} heat: slots moved after the first placement", "none", str(moves), moves == 0
             )
         elif kind == "drift":
-            yield _beside_full("drift", ours, full)
+            yield _compare_with_full("drift", ours, full)
 
 
 def _pareto(rows: Rows) -> Iterator[Target]:
-    here = {row["policy"]: row for row in rows if row["scenario"] == "drift"}
-    if PRICED in here and FULL.label in here:
-        ours, full = here[PRICED], here[FULL.label]
+    scenario_rows = {row["policy"]: row for row in rows if row["scenario"] == "drift"}
+    if PRICED in scenario_rows and FULL.label in scenario_rows:
+        ours = scenario_rows[PRICED]
+        full = scenario_rows[FULL.label]
         share = moves_after_first(ours) / max(1, moves_after_first(full))
-        yield _beside_full("drift, move_price 0.3", ours, full)
+        yield _compare_with_full("drift, move_price 0.3", ours, full)
         yield Target(
             "drift, move_price 0.3: share of its moves", "at most 10 %", f"{share:.1%}", share <= 0.1
         )
 
 
-def _beside_full(what: str, ours: Mapping[str, Any], full: Mapping[str, Any]) -> Target:
+def _compare_with_full(name: str, ours: Mapping[str, Any], full: Mapping[str, Any]) -> Target:
     worse = realised_mean(ours) / realised_mean(full) - 1
     return Target(
-        f"{what}: realised ratio against a full re-solve each time",
+        f"{name}: realised ratio against a full re-solve each time",
         "at most +3 %",
         f"{worse:+.1%}",
         worse <= 0.03,
@@ -189,44 +210,61 @@ def _example(rows: Rows) -> Iterator[Target]:
     by_policy = {row["policy"]: row for row in rows}
     if OURS in by_policy and EVEN_SPLIT in by_policy:
         ours = by_policy[OURS]
-        for what, best, found in (
+        for name, best, figure in (
             ("even shares", BEST_EVEN, by_policy[EVEN_SPLIT]["even"]),
             ("tables of 8 source ranks", BEST_8_SOURCES, ours["sources_8"]),
         ):
             yield Target(
-                f"known example: hottest rank, {what}", f"{best:g}", f"{found:.2f}", found <= best + ROUNDING
+                f"known example: hottest rank, {name}",
+                f"{best:g}",
+                f"{figure:.2f}",
+                figure <= best + ROUNDING,
             )
 
 
 def _few_slots(rows: Rows) -> Iterator[Target]:
     def mean(cell: tuple[str, str], policy: str) -> float:
-        here = [row for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)]
-        return float(np.mean([row["next_window"] for row in here]))
+        scenario_rows = [row for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)]
+        return float(np.mean([row["next_window"] for row in scenario_rows]))
 
     cells = dict.fromkeys((row["shape"], row["kind"]) for row in rows)
-    over = {cell: mean(cell, OURS_EVEN) / mean(cell, UNANNEALED) - 1 for cell in cells}
-    worst = max(over, key=lambda cell: over[cell])
+    increases = {cell: mean(cell, OURS_EVEN) / mean(cell, UNANNEALED) - 1 for cell in cells}
+    worst = max(increases, key=lambda cell: increases[cell])
     yield Target(
-        "two slots per rank: next window beside the same without annealing",
+        "two slots per rank: next window, relative to no annealing",
         "at most +1 %",
-        f"{over[worst]:+.1%} ({' '.join(worst)})",
-        over[worst] <= 0.01,
+        f"{increases[worst]:+.1%} ({' '.join(worst)})",
+        increases[worst] <= 0.01,
     )
 
 
 Rows = Sequence[Mapping[str, Any]]
 
 NOISE = 0.003
-"""Ratio by which a cell may be worse for noise alone."""
+"""Tolerance for noise when PARs are compared."""
 MOVING_NOISE = 0.02
-"""The same on the next window of drift and bursts, which nobody has seen."""
+"""Tolerance on the next window of drift and bursts, which no policy has seen."""
 BURSTY_GAIN = 0.02
-"""Ratio by which bursts must be balanced better at 32 and 64 ranks, on the next window: in sample a placement may
-follow bursts that do not come again."""
+"""PAR by which bursty heat must be balanced better than by FlashLB at 32 and 64 ranks on the next window. In sample, a
+placement may fit bursts that do not recur."""
 
 
 class Cell(NamedTuple):
-    """Ours beside FlashLB on one shape and kind of heat; each figure is ours, theirs, and our worst seed's excess."""
+    """Comparison of our policy with FlashLB on one shape and kind of heat.
+
+    Parameters
+    ----------
+    shape
+        Name of the shape.
+    kind
+        Kind of heat.
+    in_sample
+        Our PAR, FlashLB's, and our largest excess on any seed, on the window of the decision.
+    next_window
+        The same on the next window.
+    failings
+        Reasons why the cell fails; empty if it passes.
+    """
 
     shape: str
     kind: str
@@ -235,40 +273,58 @@ class Cell(NamedTuple):
     failings: tuple[str, ...]
 
 
-def compared_cells(rows: Rows, mine: str = OURS) -> list[Cell]:
-    """Every shape and kind that ``mine`` and FlashLB were measured on; a cell fails by its worst seed."""
-    found = []
+def compared_cells(rows: Rows, policy_name: str = OURS) -> list[Cell]:
+    """Compare a policy with FlashLB on every shape and kind that both were measured on.
+
+    A cell fails if it misses its tolerance on any seed.
+    """
+    compared = []
     names = (dict.fromkeys(row[field] for row in rows) for field in ("shape", "kind"))
     for shape, kind in itertools.product(*names):
-        here = [row for row in rows if (row["shape"], row["kind"]) == (shape, kind)]
-        ours = {row["seed"]: row for row in here if row["policy"] == mine}
-        theirs = {row["seed"]: row for row in here if row["policy"] == FLASHLB}
-        pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        scenario_rows = [row for row in rows if (row["shape"], row["kind"]) == (shape, kind)]
+        ours = {row["seed"]: row for row in scenario_rows if row["policy"] == policy_name}
+        flashlb = {row["seed"]: row for row in scenario_rows if row["policy"] == FLASHLB}
+        pairs = [(ours[seed], flashlb[seed]) for seed in ours if seed in flashlb]
         if pairs:
-            found.append(_cell(shape, kind, pairs))
-    return found
+            compared.append(_cell(shape, kind, pairs))
+    return compared
 
 
 def _cell(shape: str, kind: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Cell:
-    most_next = MOVING_NOISE if kind in ("drift", "bursty") else NOISE
+    next_tolerance = MOVING_NOISE if kind in ("drift", "bursty") else NOISE
     if kind == "bursty" and shape.split("x")[2] in ("32", "64"):
-        most_next = -BURSTY_GAIN
-    figures, failings = [], []
-    for field, name, most in (("in_sample", "in sample", NOISE), ("next_window", "next window", most_next)):
-        ratios_S2 = np.array([(mine[field], other[field]) for mine, other in pairs])
+        next_tolerance = -BURSTY_GAIN
+    figures = []
+    failings = []
+    for field, name, tolerance in (
+        ("in_sample", "in sample", NOISE),
+        ("next_window", "next window", next_tolerance),
+    ):
+        ratios_S2 = np.array([(our_row[field], flashlb_row[field]) for our_row, flashlb_row in pairs])
         worst = float((ratios_S2[:, 0] - ratios_S2[:, 1]).max())
         figures.append((*ratios_S2.mean(axis=0).tolist(), worst))
-        if worst > most:
-            failings.append(f"{name} by {worst - most:.4f}")
+        if worst > tolerance:
+            failings.append(f"{name} by {worst - tolerance:.4f}")
     return Cell(shape, kind, *figures, tuple(failings))
 
 
 def time_ratio(
-    rows: Rows, shape: str, kinds: Sequence[str], measure: Callable[..., Any] = min, mine: str = OURS
+    rows: Rows, shape: str, kinds: Sequence[str], measure: Callable[..., Any] = min, policy_name: str = OURS
 ) -> float:
-    """FlashLB's CPU time over that of ``mine`` on one shape, summed over ``kinds``.
+    """Return FlashLB's CPU time divided by a policy's, on one shape.
 
-    ``measure`` picks among the repeats.
+    Parameters
+    ----------
+    rows
+        Rows of the time measurement.
+    shape
+        Name of the shape.
+    kinds
+        Kinds of heat whose times are summed.
+    measure
+        Function that reduces the repeats of a decision to one time.
+    policy_name
+        Policy to compare with FlashLB.
     """
     spent = {
         policy: sum(
@@ -276,6 +332,6 @@ def time_ratio(
             for row in rows
             if (row["shape"], row["policy"]) == (shape, policy) and row["kind"] in kinds
         )
-        for policy in (mine, FLASHLB)
+        for policy in (policy_name, FLASHLB)
     }
-    return spent[FLASHLB] / spent[mine]
+    return spent[FLASHLB] / spent[policy_name]

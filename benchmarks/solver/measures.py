@@ -1,4 +1,4 @@
-"""Measurements of the solver and its peers; each yields rows, in the order in which they are found."""
+"""Measurements of the solver and its peers; each yields its rows as they are measured."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from eplb_service.replay.policy import ABLATIONS
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each seed, kind, shape, and ours or FlashLB, placed from scratch."""
+    """Yield a row per seed, kind and shape for our policy and for FlashLB, placed from scratch."""
     names = [OURS, OURS_EVEN, *(name for name in contest.peers if name == FLASHLB)]
     for shape in shapes:
         warm, _ = generated_scene(KINDS[0], shape, 1, seeds[0])
         contest.warm_up([OURS, *names[2:]], warm)
-    # Shapes that differ in ranks alone are next to each other and share their heat.
+    # Shapes that differ only in their ranks are adjacent, so that they share the cached heat.
     for seed, kind, shape, name in product(seeds, KINDS, shapes, names):
         scene, heat_TLE = generated_scene(kind, shape, 2, seed)
         decision = contest.decide_from_scratch(name, scene)
@@ -65,14 +65,22 @@ def _row(
     placed_LRS: Int32,
     tables_RLE: Int32 | None = None,
 ) -> dict[str, Any]:
-    """One policy's ratios on the window that it saw and on the next."""
-    seen, after = (_par(part_TLE, placed_LRS, tables_RLE) for part_TLE in np.split(heat_TLE, [WINDOW]))
-    named = {"shape": shape_name(shape), "kind": kind, "seed": seed, "policy": policy}
-    return {**named, "in_sample": seen, "next_window": after}
+    """Return one policy's PAR on the window of its decision and on the next window."""
+    in_sample, next_window = (
+        _par(window_TLE, placed_LRS, tables_RLE) for window_TLE in np.split(heat_TLE, [WINDOW])
+    )
+    return {
+        "shape": shape_name(shape),
+        "kind": kind,
+        "seed": seed,
+        "policy": policy,
+        "in_sample": in_sample,
+        "next_window": next_window,
+    }
 
 
 def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> float:
-    """Mean over the layers, through tables or else by even shares."""
+    """Return the mean PAR over the layers, with the tables if given and with an even split otherwise."""
     if tables_RLE is None:
         return float(even_par(heat_TLE, placed_LRS).mean())
     return float(realised_par(heat_TLE, placed_LRS.shape[2], tables_RLE).mean())
@@ -82,16 +90,16 @@ CASES = {
     "left alone by the threshold": {"par_threshold": 10.0},
     "in default settings": {},
 }
-"""What a glance at every layer costs, and what it costs to find out that nothing pays."""
+"""Two ways in which a decision keeps every layer: the threshold skips the search, or the search finds no gain."""
 
 
 def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows for ours in both cases, and for each peer in default settings, on static heat at 58x256x32x9."""
+    """Yield a row for our policy in each of ``CASES`` and for each peer, on static heat at 58x256x32x9."""
     shape = SHAPES[1]
     first, heat_TLE = generated_scene("static", shape, 2, seed)
-    askings = [(label, OURS, {"options": options}) for label, options in CASES.items()]
-    askings += [("in default settings", name, {}) for name in contest.peers]
-    for label, name, options in askings:
+    requests = [(label, OURS, {"options": options}) for label, options in CASES.items()]
+    requests += [("in default settings", name, {}) for name in contest.peers]
+    for label, name, options in requests:
         placed = contest.decide(name, first)
         if placed is None:
             continue
@@ -109,9 +117,10 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
             }
 
 
-LOOKS_BACK, DECIDES_EVERY = 128, 24
-"""Steps that a decision of ``following`` sees, and steps between two."""
-
+LOOKS_BACK = 128
+"""Steps that a decision of ``following`` uses."""
+DECIDES_EVERY = 24
+"""Steps between two decisions of ``following``."""
 
 FOLLOWED = ("drift", "bursty")
 """Kinds of heat for ``following``: those that make the planner search."""
@@ -125,7 +134,7 @@ def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, A
     for kind, seed in product(FOLLOWED, seeds):
         heat_TLE = generate(kind, *SHAPES[1][:2], LOOKS_BACK + decisions * DECIDES_EVERY, seed)
         warm, afresh = _followed(heat_TLE, decisions)
-        # The first decision is from scratch in both cases, so it is no comparison.
+        # The first decision is from scratch in both cases, so it is excluded.
         yield {
             "shape": shape_name(SHAPES[1]),
             "kind": kind,
@@ -142,20 +151,22 @@ def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]
     settings = PlannerSettings(threads=1)
     topology = Topology.flat(ranks)
     placement = Placement.linear(layers, experts, ranks, slots)
-    served = Layout(placement, placement.default_log2phy())
+    current = Layout(placement, placement.default_log2phy())
     scenarios: Sequence[Recommendation | None] = ()
     warm: list[float] = []
     afresh: list[float] = []
     for begin in range(0, (decisions + 1) * DECIDES_EVERY, DECIDES_EVERY):
         window = Window(np.ascontiguousarray(heat_TLE[begin : begin + LOOKS_BACK]))
         began = time.process_time()
-        made = plan(window, served.placement, served.log2phy_RLE, topology, settings, scenarios=scenarios)
+        decision = plan(
+            window, current.placement, current.log2phy_RLE, topology, settings, scenarios=scenarios
+        )
         decided = time.process_time()
-        plan_afresh(window, served.placement, topology, settings)
+        plan_afresh(window, current.placement, topology, settings)
         warm.append(decided - began)
         afresh.append(time.process_time() - decided)
-        served = served.changed_by(made)
-        scenarios = made.scenarios
+        current = current.changed_by(decision)
+        scenarios = decision.scenarios
     return warm, afresh
 
 
@@ -164,7 +175,7 @@ LARGE: Shape = (61, 512, 320, 2)
 
 
 def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each shape, kind and policy, with the seconds of all repeats; every placement is made from scratch."""
+    """Yield a row per shape, kind and policy with the CPU seconds of all repeats; every placement is from scratch."""
     for shape in shapes:
         names = [OURS, OURS_EVEN] if shape == LARGE else [OURS, OURS_EVEN, *contest.peers]
         for kind in KINDS:
@@ -172,7 +183,7 @@ def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int
             if kind == KINDS[0]:
                 contest.warm_up([OURS, *contest.peers], scene)
             seconds: dict[str, list[float]] = {name: [] for name in names}
-            # The first round only brings everybody's memory back: one who waits long is paged out.
+            # The first round is not timed. It only brings back the memory of policies that were paged out.
             for number in range(repeats + 1):
                 for name in names:
                     decision = contest.decide_from_scratch(name, scene)
@@ -194,7 +205,19 @@ SPREADS = (0.0, 0.3, 0.5)
 def source_tables(
     contest: Contest, shape: Shape, seed: int, spreads: Sequence[float] = SPREADS
 ) -> Iterator[dict[str, Any]]:
-    """A row for each kind, spread and policy; tokens of each step, source and expert are drawn one layer at a time."""
+    """Yield a row per kind, spread and policy with the PAR that the tables promise and realise.
+
+    Parameters
+    ----------
+    contest
+        Policies to measure.
+    shape
+        Shape of the deployment.
+    seed
+        Seed of the heat and of the tokens' sources.
+    spreads
+        Spreads of ``source_mix``.
+    """
     layers, experts, ranks, slots = shape
     for kind in KINDS:
         heat_TLE = generate(kind, layers, experts, 2 * WINDOW, seed)
@@ -204,20 +227,21 @@ def source_tables(
             drawn = list(_draws(scene.heat_TLE, mix_RLE, seed))
             source_RLE = np.stack([drawn_TRE.sum(axis=0, dtype=np.float64) for drawn_TRE in drawn], axis=1)
             scene = Scene(scene.heat_TLE, scene.placement_LRS, scene.tables_RLE, source_RLE)
-            ways: dict[str, Decision] = {}
+            # Tokens are drawn one layer at a time, which limits memory.
+            decisions: dict[str, Decision] = {}
             for name in [OURS, *contest.peers]:
                 decision = contest.decide_from_scratch(name, scene)
                 if decision is not None:
-                    ways[name] = decision
-            tables = {name: _tables(way, experts) for name, way in ways.items()}
-            labels = {name: name for name in ways}
-            if OURS in ways:
+                    decisions[name] = decision
+            tables = {name: _tables(decision, experts) for name, decision in decisions.items()}
+            labels = {name: name for name in decisions}
+            if OURS in decisions:
                 labels["ours, fixed tables"] = OURS
-                tables["ours, fixed tables"] = rule_tables(ways[OURS].placement_LRS, experts)
+                tables["ours, fixed tables"] = rule_tables(decisions[OURS].placement_LRS, experts)
             on_window = _realised(drawn, tables, slots)
             on_next = _realised(_draws(heat_TLE[WINDOW:], mix_RLE, seed + 1), tables, slots)
             for label, name in labels.items():
-                promised_L = ways[name].promised_L if label == name else None
+                promised_L = decisions[name].promised_L if label == name else None
                 yield {
                     "shape": shape_name(shape),
                     "kind": kind,
@@ -229,33 +253,39 @@ def source_tables(
                 }
 
 
-def _tables(way: Decision, experts: int) -> Int32:
-    return way.tables_RLE if way.tables_RLE is not None else rule_tables(way.placement_LRS, experts)
+def _tables(decision: Decision, experts: int) -> Int32:
+    if decision.tables_RLE is not None:
+        return decision.tables_RLE
+    return rule_tables(decision.placement_LRS, experts)
 
 
 def _draws(heat_TLE: Int32, mix_RLE: Float64, seed: int) -> Iterator[np.ndarray]:
-    """Each layer's tokens by step, source rank and expert, ``[T, R, E]``: every token draws where it comes from."""
+    """Yield each layer's tokens per step, source rank and expert, ``[T, R, E]``, drawing the source of every token."""
     for layer in range(heat_TLE.shape[1]):
         generator = np.random.default_rng([seed, layer])
         drawn_TER = generator.multinomial(heat_TLE[:, layer], mix_RLE[:, layer].T)
-        # No expert gets more tokens of one rank than a step has choices.
+        # uint16 suffices: an expert gets at most one token per choice of the step from one rank.
         yield drawn_TER.transpose(0, 2, 1).astype(np.uint16)
 
 
 def _realised(drawn: Iterable[np.ndarray], tables: dict[str, Int32], slots: int) -> dict[str, Float64]:
-    """For each table, float64 ``[L]``: the ratio per step."""
-    found: dict[str, list[float]] = {label: [] for label in tables}
+    """Return each table's PAR per layer, float64 ``[L]``, as the mean over the steps."""
+    ratios_by_label: dict[str, list[float]] = {label: [] for label in tables}
     for layer, drawn_TRE in enumerate(drawn):
         for label, tables_RLE in tables.items():
-            found[label].append(peak_to_average(sampled_loads(drawn_TRE, slots, tables_RLE[:, layer])))
-    return {label: np.array(ratios) for label, ratios in found.items()}
+            ratios_by_label[label].append(
+                peak_to_average(sampled_loads(drawn_TRE, slots, tables_RLE[:, layer]))
+            )
+    return {label: np.array(ratios) for label, ratios in ratios_by_label.items()}
 
 
 HEAT = np.array([600, 560, 120, 120, 20, 10, 10, 10], dtype=np.int32)
 RANKS, SLOTS = 8, 2
 MEAN = HEAT.sum() / RANKS
-BEST_EVEN, BEST_8_SOURCES = 196.67, 200.0
-"""Tokens on the hottest rank: proven optimum with even shares; what tables of so many sources can reach."""
+BEST_EVEN = 196.67
+"""Tokens on the hottest rank in the proven optimum with even shares."""
+BEST_8_SOURCES = 200.0
+"""Tokens on the hottest rank in the best result possible with the tables of 8 source ranks."""
 
 _MANY = 1_000_000
 
@@ -263,20 +293,20 @@ EVEN_SPLIT = "ours, for a host that splits evenly"
 
 
 def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
-    """A row for each policy: the hottest rank with even shares, and through the tables of 8 source ranks."""
+    """Yield a row per policy: tokens on the hottest rank with even shares and with the tables of 8 source ranks."""
     scene = first_scene(HEAT[None, None, :], RANKS, SLOTS)
-    asked: list[tuple[str, str, dict[str, Any]]] = [
+    requests: list[tuple[str, str, dict[str, Any]]] = [
         ("ours", OURS, {"afresh": True}),
         (EVEN_SPLIT, OURS, {"afresh": True, "options": {"split": "even"}}),
         ("ours, fixed tables", OURS, {"afresh": True, "options": {"solve_tables": False}}),
         *((name, name, {}) for name in contest.peers),
     ]
-    for label, name, options in asked:
+    for label, name, options in requests:
         decision = contest.decide(name, scene, **options)
         if decision is None:
             continue
         tables_RLE = _tables(decision, HEAT.size)
-        # The example is about expected loads. Of so many tokens, chance moves next to none.
+        # The example is about expected loads. With a million times the tokens, sampling noise is negligible.
         many_TLE = scene.heat_TLE.astype(np.int64) * _MANY
         yield {
             "policy": label,
@@ -286,33 +316,33 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
 
 
 FEW_SLOTS: tuple[Shape, ...] = ((2, 256, 256, 2), (2, 512, 320, 2))
-"""Shapes where annealing lasts, and where what it wins on the window the next one often loses."""
+"""Shapes on which annealing takes long and its gain on the window is often lost on the next one."""
 UNANNEALED = "ours, never annealed"
 
 
 def few_slots(contest: Contest, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each shape, kind and seed; ratios by even shares on the window and on the next, mean of two layers."""
+    """Yield a row per shape, kind, seed and policy: PAR with even shares on the window and on the next one."""
     for shape, kind, seed in product(FEW_SLOTS, KINDS, seeds):
         scene, heat_TLE = generated_scene(kind, shape, 2, seed)
-        plain = {"split": "even", "annealing": False}
-        made = {
+        unannealed = {"split": "even", "annealing": False}
+        decisions = {
             OURS_EVEN: contest.decide_from_scratch(OURS_EVEN, scene),
-            UNANNEALED: contest.decide(OURS, scene, afresh=True, options=plain),
+            UNANNEALED: contest.decide(OURS, scene, afresh=True, options=unannealed),
             **{name: contest.decide_from_scratch(name, scene) for name in contest.peers if name == FLASHLB},
         }
-        for name, way in made.items():
-            if way is not None:
-                yield _row(shape, kind, seed, name, heat_TLE, way.placement_LRS)
+        for name, decision in decisions.items():
+            if decision is not None:
+                yield _row(shape, kind, seed, name, heat_TLE, decision.placement_LRS)
 
 
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Beside the planner's own: peak-to-average ratio that moving every slot of a layer must win."""
+"""Move prices tried besides the planner's default: PAR that a move of every slot of a layer must gain."""
 PRICED = "ours, move_price 0.3"
-"""The price at which few moves are to win nearly all."""
+"""Price at which few moves should bring almost the whole gain."""
 
 
 def priced(contest: Contest) -> list[Entrant]:
-    """Ours at several prices, the peers, nothing at all."""
+    """Return the entrants of the closed loop and our policy at each of ``PRICES``."""
     ours = [
         Entrant(f"ours, move_price {price:g}", OURS, {"options": {"move_price": price}}) for price in PRICES
     ]
@@ -320,15 +350,15 @@ def priced(contest: Contest) -> list[Entrant]:
 
 
 SMALL: Mapping[str, Shape] = {"small_layers": (8, 32, 8, 5), "two_slots": (2, 256, 256, 2)}
-"""Shapes where replica counts are searched together with the placement: by tree, and by annealing."""
+"""Shapes on which replica counts are searched together with the placement: by tree search and by annealing."""
 SPREAD = 0.3
-"""Log-sd of the split over source ranks: tables are worth nothing where all ranks are alike."""
+"""Spread of ``source_mix``. If all source ranks had the same mix, tables would bring no gain."""
 
 
 def ablation(
     contest: Contest, shape: Shape, windows: int, seeds: Sequence[int], traces: Sequence[Scenario]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each seed, kind or trace, and component: placed from scratch, then in the closed loop."""
+    """Yield a row per seed, per kind or trace, and per component: placed from scratch and in the closed loop."""
     for seed in seeds:
         small = {
             kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
@@ -343,30 +373,30 @@ def ablation(
 def _without_each(
     contest: Contest, scenario: Scenario, seed: int | None, small: Mapping[str, Scene]
 ) -> Iterator[dict[str, Any]]:
-    taking_part = [DEFAULT, *_without_one()]
+    ablated = [DEFAULT, *_ablations()]
     scene = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
-    rows = {row["policy"]: row for row in loops(contest, [scenario], taking_part)}
-    for entrant in taking_part:
+    rows = {row["policy"]: row for row in loops(contest, [scenario], ablated)}
+    for entrant in ablated:
         options = dict(entrant.options.get("options", {}))
-        made = contest.decide(OURS, scene, afresh=True, options=options)
-        if made is not None and entrant.label in rows:
+        decision = contest.decide(OURS, scene, afresh=True, options=options)
+        if decision is not None and entrant.label in rows:
             yield {
                 **rows[entrant.label],
                 "seed": seed,
-                "in_sample": float(even_par(scene.heat_TLE, made.placement_LRS).mean()),
-                "next_window": float(even_par(scenario.heat(1), made.placement_LRS).mean()),
-                "cpu_from_scratch": made.cpu_seconds,
+                "in_sample": float(even_par(scene.heat_TLE, decision.placement_LRS).mean()),
+                "next_window": float(even_par(scenario.heat(1), decision.placement_LRS).mean()),
+                "cpu_from_scratch": decision.cpu_seconds,
                 **{name: _even_par_of(contest, small[name], options) for name in small},
             }
 
 
 def _even_par_of(contest: Contest, scene: Scene, options: Mapping[str, Any]) -> float | None:
-    """Ratio on its window of a placement made from scratch for a host that splits evenly; ``None`` where it fails."""
-    made = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
-    return None if made is None else float(even_par(scene.heat_TLE, made.placement_LRS).mean())
+    """Return the PAR of a placement made from scratch for an even split, on its own window; ``None`` if it fails."""
+    decision = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
+    return None if decision is None else float(even_par(scene.heat_TLE, decision.placement_LRS).mean())
 
 
-def _without_one() -> Sequence[Entrant]:
+def _ablations() -> Sequence[Entrant]:
     return [
         Entrant(name.removeprefix("flashlb-"), OURS, {"options": dict(options)})
         for name, options in ABLATIONS.items()

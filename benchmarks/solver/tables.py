@@ -1,4 +1,4 @@
-"""The results of a run as tables, one or more for each measurement."""
+"""Tables of a run's results, one or more per measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,21 @@ from eplb_lab.bench.contest import OURS, OURS_EVEN
 
 
 class Table(NamedTuple):
-    """Rows under columns; the first column is left-aligned, and ``marked`` rows are set off."""
+    """Contents of a table.
+
+    Parameters
+    ----------
+    title
+        Title of the table.
+    columns
+        Column headings; the first column is left-aligned, the following ones right-aligned.
+    rows
+        Cells of each row.
+    note
+        Caption below the table.
+    marked
+        Indices of the rows to highlight.
+    """
 
     title: str
     columns: Sequence[str]
@@ -38,7 +52,7 @@ class Table(NamedTuple):
 
 
 def tables(results: Results) -> list[Table]:
-    """Targets first, then every measurement that was made."""
+    """Return the table of targets, followed by the tables of every measurement in the results."""
     makers: Mapping[str, Callable[[Rows], list[Table]]] = {
         "cells": lambda rows: [_cells(rows, OURS), _cells(rows, OURS_EVEN)],
         "time": _time,
@@ -51,26 +65,28 @@ def tables(results: Results) -> list[Table]:
         "example": _example,
         "few_slots": _few_slots,
     }
-    found = [target_table(targets(results))]
+    all_tables = [target_table(targets(results))]
     for name, maker in makers.items():
         if results.get(name):
-            found += maker(results[name])
-    return found
+            all_tables += maker(results[name])
+    return all_tables
 
 
 def target_table(judged: Sequence[Target]) -> Table:
-    """Targets beside what was found; those that are missed are marked."""
-    lines = [(one.what, one.wanted, one.found, "met" if one.met else "NOT MET") for one in judged]
-    missed = [number for number, one in enumerate(judged) if not one.met]
+    """Return a table that compares each target with the measured figure and highlights the missed ones."""
+    lines = [
+        (target.what, target.wanted, target.found, "met" if target.met else "NOT MET") for target in judged
+    ]
+    missed = [number for number, target in enumerate(judged) if not target.met]
     title = f"Targets: {len(judged) - len(missed)} of {len(judged)} met"
-    return Table(title, ("target", "wanted", "found", ""), lines, marked=missed)
+    return Table(title, ("figure", "target", "measured", ""), lines, marked=missed)
 
 
-def _cells(rows: Rows, mine: str) -> Table:
-    compared = compared_cells(rows, mine)
-    how = "Ours through its tables, FlashLB by even shares." if mine == OURS else "By even shares."
+def _cells(rows: Rows, policy: str) -> Table:
+    compared = compared_cells(rows, policy)
+    split = "Ours with its tables, FlashLB with even shares." if policy == OURS else "With even shares."
     return Table(
-        f"Balance: {mine}, beside FlashLB, placed from scratch",
+        f"Balance: {policy} and FlashLB, placed from scratch",
         ("shape, heat", "window: ours", "FlashLB", "worst seed", "next: ours", "FlashLB", "worst seed", ""),
         [
             (
@@ -83,7 +99,7 @@ def _cells(rows: Rows, mine: str) -> Table:
             )
             for cell in compared
         ],
-        f"Peak-to-average ratio per step, mean over layers and seeds; layers x experts x ranks x slots. {how}",
+        f"Peak-to-average ratio per step, mean over layers and seeds; layers x experts x ranks x slots. {split}",
         [number for number, cell in enumerate(compared) if cell.failings],
     )
 
@@ -91,7 +107,7 @@ def _cells(rows: Rows, mine: str) -> Table:
 def _source_tables(rows: Rows) -> list[Table]:
     return [
         Table(
-            "Through the tables of the source ranks",
+            "PAR with the tables of the source ranks",
             ("heat, spread of sources, policy", "window", "next window", "promised", "realised"),
             [
                 (
@@ -103,8 +119,8 @@ def _source_tables(rows: Rows) -> list[Table]:
                 )
                 for row in rows
             ],
-            f"{rows[0]['shape']}; each token draws its source rank from a persistent lognormal mix of this log-sd. "
-            "Ratios per step; a promise is about the window. Peers by replica `rank % replicas`.",
+            f"{rows[0]['shape']}; each token draws its source rank from a fixed lognormal mix of this log-sd. "
+            "PAR per step; promises refer to the window. Peers use replica `rank % replicas`.",
         )
     ]
 
@@ -126,8 +142,10 @@ def _few_slots(rows: Rows) -> list[Table]:
     cells = dict.fromkeys((row["shape"], row["kind"]) for row in rows)
 
     def ratio(cell: tuple[str, str], policy: str, name: str) -> str:
-        here = [row[name] for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)]
-        return f"{np.mean(here):.4f}" if here else ""
+        selected = [
+            row[name] for row in rows if (row["shape"], row["kind"], row["policy"]) == (*cell, policy)
+        ]
+        return f"{np.mean(selected):.4f}" if selected else ""
 
     columns = [f"{policy}: {when}" for policy in policies for when in ("window", "next")]
     return [
@@ -155,18 +173,20 @@ def _time(rows: Rows) -> list[Table]:
     for shape in dict.fromkeys(row["shape"] for row in rows):
         totals: dict[str, float] = {}
         for policy in dict.fromkeys(row["policy"] for row in rows if row["shape"] == shape):
-            here = [row["cpu_seconds"] for row in rows if (row["shape"], row["policy"]) == (shape, policy)]
-            totals[policy] = sum(min(seconds) for seconds in here)
-            by_kind = [f"{min(spent):.3f} / {np.median(spent):.3f} / {max(spent):.3f}" for spent in here]
+            selected = [
+                row["cpu_seconds"] for row in rows if (row["shape"], row["policy"]) == (shape, policy)
+            ]
+            totals[policy] = sum(min(seconds) for seconds in selected)
+            by_kind = [f"{min(spent):.3f} / {np.median(spent):.3f} / {max(spent):.3f}" for spent in selected]
             over = f"{totals[policy] / totals[OURS]:.2f}" if OURS in totals else ""
-            padding = [""] * (len(KINDS) - len(here))
+            padding = [""] * (len(KINDS) - len(selected))
             lines.append((f"{shape} {policy}", *by_kind, *padding, f"{totals[policy]:.3f}", over))
     return [
         Table(
-            "CPU seconds of one decision that places everything",
+            "CPU seconds of one decision from scratch",
             ("shape, policy", *KINDS, "sum of minima", "over ours"),
             lines,
-            "Least / median / most of the repeats; one thread, policies asked in turn, each in a process of its own.",
+            "Minimum / median / maximum of the repeats; one thread, policies by turns, each in its own process.",
         )
     ]
 
@@ -174,8 +194,8 @@ def _time(rows: Rows) -> list[Table]:
 def _keeping(rows: Rows) -> list[Table]:
     return [
         Table(
-            "A decision on static heat that was placed one window before",
-            ("policy", "layers changed", "CPU ms: least", "median"),
+            "A decision on static heat, one window after a placement from scratch",
+            ("policy", "layers changed", "CPU ms: minimum", "median"),
             [
                 (
                     f"{row['policy']}, {row['case']}",
@@ -191,10 +211,10 @@ def _keeping(rows: Rows) -> list[Table]:
 
 
 def _loop(rows: Rows, title: str) -> list[Table]:
-    found = []
+    scenario_tables = []
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        here = [row for row in rows if row["scenario"] == scenario]
-        decisions = max(1, len(here[0]["moves"]) - 1)
+        selected = [row for row in rows if row["scenario"] == scenario]
+        decisions = max(1, len(selected[0]["moves"]) - 1)
         lines = [
             (
                 row["policy"],
@@ -203,21 +223,25 @@ def _loop(rows: Rows, title: str) -> list[Table]:
                 f"{moves_after_first(row) / decisions / row['slots']:.1%}",
                 f"{cpu_after_first(row):.3f}",
             )
-            for row in here
+            for row in selected
         ]
-        columns = ("policy", "realised", "slots moved", "of all slots, a decision", "CPU s a decision")
-        note = f"Ratio per step on the window after each of {decisions} decisions, through each policy's own tables."
-        found.append(Table(f"{title}: {scenario}", columns, lines, note))
-    return found
+        columns = ("policy", "realised", "slots moved", "of all slots per decision", "CPU s per decision")
+        note = (
+            f"PAR per step on the window after each of {decisions} decisions, with each policy's own tables."
+        )
+        scenario_tables.append(Table(f"{title}: {scenario}", columns, lines, note))
+    return scenario_tables
 
 
 def _ablation(rows: Rows) -> list[Table]:
     traces = [name for name in dict.fromkeys(row["scenario"] for row in rows) if name not in KINDS]
 
     def mean(policy: str, measure: Callable[[Mapping[str, Any]], float | None], *scenarios: str) -> float:
-        here = [row for row in rows if row["policy"] == policy and row["scenario"] in (scenarios or KINDS)]
-        known = [value for value in map(measure, here) if value is not None]
-        return float(np.mean(known)) if known else np.nan
+        selected = [
+            row for row in rows if row["policy"] == policy and row["scenario"] in (scenarios or KINDS)
+        ]
+        values = [value for value in map(measure, selected) if value is not None]
+        return float(np.mean(values)) if values else np.nan
 
     def line(policy: str) -> Sequence[str]:
         return (

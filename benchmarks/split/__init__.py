@@ -1,1 +1,1 @@
-"""What it is worth to split every step's tokens by their own counts, and what that costs."""
+"""Benchmark of the gain and the cost of splitting each step's tokens according to that step's counts."""

@@ -1,4 +1,4 @@
-"""Measures the stepwise split, and dealing tables: ``python -m benchmarks.split [--routes PATH]``."""
+"""Measure the stepwise split and dealing tables: ``python -m benchmarks.split [--routes PATH]``."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _CHOICES = 8 * 1024
 
 
 def main() -> None:
-    """Print a table for each part, and at the end every figure beside its target."""
+    """Print a table per measurement and, at the end, each figure with its target."""
     options = _parser().parse_args()
     console = Console(width=150, highlight=False)
-    found: list[Target] = []
+    targets: list[Target] = []
     for name in options.only or PARTS:
-        found += PARTS[name](options, console)
-    if found:
-        console.print(target_table(found).drawn())
+        targets += PARTS[name](options, console)
+    if targets:
+        console.print(target_table(targets).drawn())
 
 
 def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]:
@@ -62,67 +62,68 @@ def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]
 
 
 def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
-    for name, jitter in (("a popularity that stays", 0.0), ("one that jumps by a tenth", JITTER)):
+    for name, jitter in (("constant popularity", 0.0), ("popularity with a jitter of 0.1", JITTER)):
         tokens = _CHOICES // 8
         drawn_TLE = generate("static", options.layers, 256, 4 * options.window, tokens=tokens, jitter=jitter)
-        scenario = Scenario(f"drawn of {name}", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
+        scenario = Scenario(f"drawn, {name}", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
         rows = _quality(scenario, options, console)
         _by_source(scenario, drawn_sources(scenario), options, console)
         yield from of_drawn(name, rows)
 
 
 def _quality(scenario: Scenario, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
-    found = list(quality(scenario, options.window, options.windows))
-    rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in found]
+    measured = list(quality(scenario, options.window, options.windows))
+    rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in measured]
     title = (
-        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: next window, {options.windows} of them"
+        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on {options.windows} next windows"
     )
     console.print(Table(title, ["placement", *SPLITS], rows).drawn())
-    return found
+    return measured
 
 
 def _by_source(
     scenario: Scenario, source_TRLE: np.ndarray, options: argparse.Namespace, console: Console
 ) -> dict[str, list[float]]:
     windows = min(options.table_windows, len(source_TRLE) // options.window - 1)
-    found = by_source(source_TRLE, scenario.slots, options.window, windows, options.deal_width)
+    ratios_by_table = by_source(source_TRLE, scenario.slots, options.window, windows, options.deal_width)
     rows = [
         [name, f"{np.mean(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
-        for name, ratios in found.items()
+        for name, ratios in ratios_by_table.items()
     ]
-    title = f"{scenario.name}: next window, {windows} of them; {options.deal_width} entries where tables deal"
+    title = f"{scenario.name}: PAR on the next window, {windows} windows; dealing tables: {options.deal_width} entries"
     console.print(Table(title, ["tables of each source rank", "mean over layers", "windows"], rows).drawn())
-    return found
+    return ratios_by_table
 
 
 def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
     for tokens in (1024, 4096):
-        found = list(cost(32, 9, tokens))
+        measured = list(cost(32, 9, tokens))
         rows = [
             [
                 str(row["rounds"]),
                 *_above(row["above"]),
                 " / ".join(f"{us:.0f}" for us in np.percentile(row["us"], (5, 50, 95))),
             ]
-            for row in found
+            for row in measured
         ]
         title = f"256 experts, 32 ranks x 9, {tokens} tokens; load {os.getloadavg()[0]:.1f}"
         console.print(Table(title, ["rounds", *_ABOVE, "us 5 % / 50 % / 95 %"], rows).drawn())
         if tokens * 8 == _CHOICES:
-            yield from of_cost(found)
+            yield from of_cost(measured)
 
 
 def _exact(_: argparse.Namespace, console: Console) -> Iterator[Target]:
-    found = list(exactness())
+    measured = list(exactness())
     rows = [
-        [f"{one.ranks} x {one.slots}", f"{one.tokens:,}", one.popularity, *_above(one.above)] for one in found
+        [f"{row.ranks} x {row.slots}", f"{row.tokens:,}", row.popularity, *_above(row.above)]
+        for row in measured
     ]
     columns = ["ranks", "tokens", "popularity", *_ABOVE]
     console.print(Table("256 experts, 8 choices, default rounds", columns, rows).drawn())
-    yield from of_exactness(found)
+    yield from of_exactness(measured)
 
 
-_ABOVE = ("tokens above the optimum", "most", "within a token")
+_ABOVE = ("tokens above the optimum", "maximum", "within one token")
 
 
 def _above(above: Sequence[float]) -> list[str]:
@@ -135,100 +136,99 @@ def _example(_: argparse.Namespace, __: Console) -> Iterator[Target]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; repeatable")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this; repeatable")
     parser.add_argument(
         "--routes",
         type=Path,
         action="append",
         default=[],
-        help="recorded routes (.npz with routes and req_ptr), decoded 64 requests side by side; repeatable",
+        help="recorded routes (.npz with routes and req_ptr), decoded 64 requests at a time; repeatable",
     )
     parser.add_argument("--order-seed", type=int, help="serve recorded requests in a random order")
-    parser.add_argument("--ranks", type=int, default=8, help="of the recorded routes")
-    parser.add_argument("--slots", type=int, default=5, help="of each rank")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks for the recorded routes")
+    parser.add_argument("--slots", type=int, default=5, help="slots per rank")
+    parser.add_argument("--window", type=int, default=64, help="steps per window")
+    parser.add_argument("--windows", type=int, default=3, help="number of windows, spread over the heat")
     parser.add_argument(
-        "--window", type=int, default=64, help="steps that a placement is made on, and serves"
+        "--table-windows", type=int, default=24, help="number of windows for comparing tables"
     )
-    parser.add_argument("--windows", type=int, default=3, help="windows of each heat, spread over it")
-    parser.add_argument("--table-windows", type=int, default=24, help="of those of tables, which are quick")
     parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
-    parser.add_argument("--layers", type=int, default=4, help="of the drawn heat")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the drawn heat")
     return parser
 
 
 Rows = Sequence[Mapping[str, Any]]
 
 _KNOWN_ENTRIES = 16
-_MOST_OF_KNOWN = 194.0
-"""Tokens of the hottest rank; 182 is possible, but only a random search of placements finds it."""
-_MOST_MICROSECONDS = 200.0
+_MAX_KNOWN_TOKENS = 194.0
+"""Maximum tokens on the hottest rank. 182 is possible, but only a random search over placements finds it."""
+_MAX_MICROSECONDS = 200.0
 RECORDED = {SOLVED: 1.225, DEALT: 1.20, STEPWISE: 1.03}
-"""Of gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots: ratio on the next window."""
+"""Target PAR on the next window for gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots."""
 SHUFFLED = RECORDED | {DEALT: 1.19}
-"""The same where requests come in a random order."""
+"""The same with requests in a random order."""
 DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
-"""Of 256 experts on 32 ranks x 9 slots, 1,024 tokens x 8 choices per step: the same."""
+"""Target PAR on the next window for 256 experts on 32 ranks x 9 slots, with 1,024 tokens x 8 choices per step."""
 
 
 def of_recorded(
-    by_source: Mapping[str, Sequence[float]], quality: Rows, wanted_of: Mapping[str, float]
+    by_source: Mapping[str, Sequence[float]], quality: Rows, limits: Mapping[str, float]
 ) -> Iterator[Target]:
-    """Recorded decoding under one replica per source, dealt, and split by step."""
-    found = {name: float(np.mean(by_source[name])) for name in (SOLVED, DEALT)}
-    found[STEPWISE] = _ratio(quality, FOR_STEPS, STEPWISE)
+    """Yield the targets of recorded decoding: one replica per source rank, dealing tables, and the stepwise split."""
+    ratios = {name: float(np.mean(by_source[name])) for name in (SOLVED, DEALT)}
+    ratios[STEPWISE] = _ratio(quality, FOR_STEPS, STEPWISE)
     labels = {SOLVED: "one replica per source rank", DEALT: "dealt", STEPWISE: "stepwise"}
-    for name, wanted in wanted_of.items():
-        yield _most(f"gpt-oss-20b, 8 ranks x 5 slots, next window: {labels[name]}", wanted, found[name])
+    for name, limit in limits.items():
+        yield _at_most(f"gpt-oss-20b, 8 ranks x 5 slots, next window: {labels[name]}", limit, ratios[name])
 
 
 def of_drawn(heat: str, quality: Rows) -> Iterator[Target]:
-    """Drawn steps."""
-    for name, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
-        what = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {name}"
-        yield _most(what, DRAWN[name], _ratio(quality, placement, name))
+    """Yield the targets of drawn heat."""
+    for split, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
+        name = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {split}"
+        yield _at_most(name, DRAWN[split], _ratio(quality, placement, split))
 
 
 def of_cost(cost: Rows) -> Iterator[Target]:
-    """The stepwise split at its default rounds."""
+    """Yield the targets of the stepwise split with its default number of rounds."""
     row = next(row for row in cost if row["rounds"] == ROUNDS)
     quiet, median, slow = np.percentile(row["us"], (5, 50, 95))
-    what = f"stepwise split of a layer, one core, {ROUNDS} rounds"
+    name = f"stepwise split of a layer, one core, {ROUNDS} rounds"
     yield Target(
-        f"{what}: microseconds of CPU, half of the calls",
-        f"at most {_MOST_MICROSECONDS:g}",
+        f"{name}: microseconds of CPU, half of the calls",
+        f"at most {_MAX_MICROSECONDS:g}",
         f"{median:.0f} (5 %: {quiet:.0f}, 95 %: {slow:.0f})",
-        bool(median <= _MOST_MICROSECONDS),
+        bool(median <= _MAX_MICROSECONDS),
     )
-    yield _exact_to_a_token(what, row["above"])
+    yield _exact_to_a_token(name, row["above"])
 
 
 def of_exactness(found: Sequence[Exactness]) -> Iterator[Target]:
-    """Steps of every size at their default rounds, by ranks and popularity."""
+    """Yield one target per number of ranks and popularity, over steps of all sizes."""
     above: dict[str, list[float]] = {}
-    for one in found:
-        above.setdefault(f"{one.ranks} ranks x {one.slots}, steps of all sizes, {one.popularity}", []).extend(
-            one.above
-        )
-    for what, steps in above.items():
-        yield _exact_to_a_token(f"stepwise split, {what}", steps)
+    for row in found:
+        name = f"{row.ranks} ranks x {row.slots}, steps of all sizes, {row.popularity}"
+        above.setdefault(name, []).extend(row.above)
+    for name, steps in above.items():
+        yield _exact_to_a_token(f"stepwise split, {name}", steps)
 
 
-def _exact_to_a_token(what: str, above: Sequence[float]) -> Target:
+def _exact_to_a_token(name: str, above: Sequence[float]) -> Target:
     within = within_a_token(above)
-    found = f"{np.mean(above):.2f}, at most {max(above):.1f}; {within:.1%} of steps within one"
-    return Target(f"{what}: tokens above the optimum", "within one", found, within == 1.0)
+    figure = f"{np.mean(above):.2f}, at most {max(above):.1f}; {within:.1%} of steps within one token"
+    return Target(f"{name}: tokens above the optimum", "within one token", figure, within == 1.0)
 
 
 def of_known_example() -> Iterator[Target]:
-    """Eight experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
+    """Yield the target of the known example: 8 experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
     heat_TLE = HEAT[None, None]
     solved = solve(heat_TLE, RANKS, SLOTS, split="deal", deal_width=_KNOWN_ENTRIES, threads=1)
     hottest = float(solved.hottest_after_L[0])
     yield Target(
         f"known example, {_KNOWN_ENTRIES} entries: hottest rank (mean {MEAN:g})",
-        f"at most {_MOST_OF_KNOWN:g}",
+        f"at most {_MAX_KNOWN_TOKENS:g}",
         f"{hottest:.2f}",
-        hottest <= _MOST_OF_KNOWN,
+        hottest <= _MAX_KNOWN_TOKENS,
     )
 
 
@@ -236,8 +236,8 @@ def _ratio(quality: Rows, placement: str, split: str) -> float:
     return float(next(row[split] for row in quality if row["placement"] == placement))
 
 
-def _most(what: str, wanted: float, found: float) -> Target:
-    return Target(what, f"at most {wanted:g}", f"{found:.3f}", round(found, 3) <= wanted)
+def _at_most(name: str, limit: float, found: float) -> Target:
+    return Target(name, f"at most {limit:g}", f"{found:.3f}", round(found, 3) <= limit)
 
 
 PARTS = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "exact": _exact, "example": _example}

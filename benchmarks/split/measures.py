@@ -1,4 +1,4 @@
-"""Peak-to-average ratios of the window after a decision: placements of three kinds, each under five splits."""
+"""PAR on the window after a decision, for three kinds of placements and five splits."""
 
 from __future__ import annotations
 
@@ -38,9 +38,20 @@ EVEN_SHARES, RANDOM, LPLB, STEPWISE, OPTIMUM = SPLITS = (
 
 
 def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
-    """A row for each placement: its name, and the mean ratio of the next windows under each split, over layers.
+    """Yield a row per placement with the mean PAR of each split over layers and windows.
 
-    Windows follow one another; a placement made on one serves the next. Peers that draw do so with ``seed``.
+    Each placement is made on one window and measured on the next.
+
+    Parameters
+    ----------
+    scenario
+        Heat to place.
+    window
+        Steps per window.
+    windows
+        Number of windows.
+    seed
+        Seed of the splits that draw a replica per token.
     """
     generator = np.random.default_rng(seed)
     heat_TLE = scenario.heat_TLE.astype(np.int64)
@@ -59,36 +70,44 @@ def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Ite
 
 
 def starts_of(steps: int, window: int, windows: int) -> list[int]:
-    """The first steps of so many windows, spread over all ``steps``, each with another one behind it."""
+    """Return the first steps of ``windows`` windows, spread evenly so that each is followed by a whole window.
+
+    Examples
+    --------
+    >>> starts_of(steps=100, window=20, windows=3)
+    [0, 30, 60]
+    """
     return [int(at) for at in np.linspace(0, steps - 2 * window, windows)]
 
 
 def loads(
     placed_RS: np.ndarray, heat_TE: np.ndarray, generator: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Tokens of each rank in each step, ``[T, R]``, under each of ``SPLITS``."""
+    """Return the tokens of each rank in each step, ``[T, R]``, with each of ``SPLITS``."""
     ranks, slots = placed_RS.shape
     placed_RS = np.ascontiguousarray(placed_RS, dtype=np.int32)
     experts = heat_TE.shape[1]
     replicas = replicas_in(placed_RS, experts)
     split = StepwiseSplit(placed_RS, experts)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS[:-1]}
+    loads_by_split: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS[:-1]}
     for heat_E in heat_TE:
-        even_P, best_P, load_R = np.empty(ranks * slots), np.empty(ranks * slots), np.empty(ranks)
+        even_P = np.empty(ranks * slots)
+        best_P = np.empty(ranks * slots)
+        load_R = np.empty(ranks)
         split_evenly(replicas, heat_E.astype(np.float64), even_P, load_R, False)
-        found[EVEN_SHARES].append(load_R.copy())
-        found[RANDOM].append(_drawn(replicas, heat_E, even_P, ranks, generator))
+        loads_by_split[EVEN_SHARES].append(load_R.copy())
+        loads_by_split[RANDOM].append(_drawn(replicas, heat_E, even_P, ranks, generator))
         split_evenly(replicas, heat_E.astype(np.float64), best_P, load_R, False)
         level(replicas, best_P, load_R, False)
-        found[LPLB].append(_drawn(replicas, heat_E, best_P, ranks, generator))
-        found[STEPWISE].append(stepwise_loads(split, heat_E, ranks, slots))
-    stacked = {name: np.stack(rows) for name, rows in found.items()}
+        loads_by_split[LPLB].append(_drawn(replicas, heat_E, best_P, ranks, generator))
+        loads_by_split[STEPWISE].append(stepwise_loads(split, heat_E, ranks, slots))
+    stacked = {name: np.stack(rows) for name, rows in loads_by_split.items()}
     stacked[OPTIMUM] = loads_by_step(heat_TE[:, None], placed_RS[None], True)[:, 0]
     return stacked
 
 
 def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
-    """What the live layer's split gives each rank."""
+    """Return the tokens that the live layer's split assigns to each rank, ``[R]``."""
     choices = int(heat_E.sum())
     ends_P = split.ends(torch.from_numpy(np.ascontiguousarray(heat_E)), choices).numpy()
     rank_P = split.physical_P1[:-1].numpy() // slots
@@ -98,7 +117,7 @@ def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: 
 def _drawn(
     replicas: object, heat_E: np.ndarray, flow_P: np.ndarray, ranks: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Each token to a replica of its expert at random, replicas as likely as their part of the expert's tokens."""
+    """Assign each token to a random replica of its expert, with the replicas' shares as probabilities."""
     load_R = np.zeros(ranks)
     for e, tokens in enumerate(heat_E):
         slot_K = replicas.slot_P[replicas.first_E1[e] : replicas.first_E1[e + 1]]  # type: ignore[attr-defined]
@@ -121,12 +140,24 @@ GREEDY, RULE, SOLVED, ROUND, DEALT = TABLES = (
 def by_source(
     source_TRLE: np.ndarray, slots: int, window: int, windows: int, width: int
 ) -> dict[str, list[float]]:
-    """The mean ratio of each window served, over layers, under each of ``TABLES``.
+    """Return the PAR of each window with each of ``TABLES``, as the mean over the layers.
 
-    ``source_TRLE`` are the tokens of each step by the rank that they come from. Tables are made on one window's and
-    serve the next. Those that deal have ``width`` entries.
+    The tables are made on one window and measured on the next.
+
+    Parameters
+    ----------
+    source_TRLE
+        Source heat of each step, ``[T, R, L, E]``.
+    slots
+        Slots per rank.
+    window
+        Steps per window.
+    windows
+        Number of windows.
+    width
+        Entries per expert of dealing tables.
     """
-    found: dict[str, list[float]] = {name: [] for name in TABLES}
+    ratios_by_table: dict[str, list[float]] = {name: [] for name in TABLES}
     for start in starts_of(len(source_TRLE), window, windows):
         seen_TRLE = source_TRLE[start : start + window].astype(np.int64)
         next_TRLE = source_TRLE[start + window : start + 2 * window].astype(np.int64)
@@ -135,14 +166,14 @@ def by_source(
                 peak_to_average(loads_by_table(phy2log_RS, table_RLED[:, layer], next_TRLE[:, :, layer]))
                 for layer, phy2log_RS in enumerate(phy2log_LRS)
             ]
-            found[name].append(float(np.mean(ratios)))
-    return found
+            ratios_by_table[name].append(float(np.mean(ratios)))
+    return ratios_by_table
 
 
 def tables_made(
     seen_TRLE: np.ndarray, slots: int, width: int
 ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    """A placement ``[L, R, S]`` and its tables ``[R, L, E, D]`` for each of ``TABLES``, made on a window."""
+    """Yield each of ``TABLES`` with its placement ``[L, R, S]`` and its tables ``[R, L, E, D]`` for one window."""
     ranks, experts = seen_TRLE.shape[1], seen_TRLE.shape[3]
 
     def solved(**options: str) -> Solution:
@@ -154,66 +185,94 @@ def tables_made(
         return solution.phy2log, with_entries(table_RLE, 3)
 
     yield GREEDY, by_rule(solved(policy="deepseek", split="tables"), 1)
-    for split, rule, own, entries in (("tables", RULE, SOLVED, 1), ("deal", ROUND, DEALT, width)):
+    for split, rule, label, entries in (("tables", RULE, SOLVED, 1), ("deal", ROUND, DEALT, width)):
         solution = solved(split=split)
         yield rule, by_rule(solution, entries)
-        yield own, (solution.phy2log, with_entries(solution.log2phy, 3))
+        yield label, (solution.phy2log, with_entries(solution.log2phy, 3))
 
 
 def drawn_sources(scenario: Scenario, seed: int = 0) -> np.ndarray:
-    """Each step's tokens by the rank that they come from, int64 ``[T, R, L, E]``: each token from any rank alike."""
+    """Draw the source heat of each step, int64 ``[T, R, L, E]``, with a uniformly random source for every token."""
     generator = np.random.default_rng(seed)
-    heat_TLE, ranks = scenario.heat_TLE.astype(np.int64), scenario.ranks
+    heat_TLE = scenario.heat_TLE.astype(np.int64)
+    ranks = scenario.ranks
     mix_LER = np.full((*heat_TLE.shape[1:], ranks), 1 / ranks)
     drawn_TLER = generator.multinomial(heat_TLE, np.broadcast_to(mix_LER, (len(heat_TLE), *mix_LER.shape)))
     return np.moveaxis(drawn_TLER, -1, 1)
 
 
 def loads_by_table(phy2log_RS: np.ndarray, table_RED: np.ndarray, source_TRE: np.ndarray) -> np.ndarray:
-    """Tokens of each rank in each step, ``[T, R]``: a source's ``i``-th token of an expert goes to entry ``i % D``."""
+    """Return the tokens of each rank in each step, ``[T, R]``.
+
+    A source's ``i``-th token for an expert goes to entry ``i % D`` of its table.
+
+    Examples
+    --------
+    One source sends 5 tokens to an expert with replicas in slots 0 and 1, one slot per rank:
+
+    >>> loads_by_table(np.array([[0], [0]]), np.array([[[0, 1]]]), np.array([[[5]]])).tolist()
+    [[3.0, 2.0]]
+    """
     ranks, slots = phy2log_RS.shape
     width = table_RED.shape[2]
-    # Of c tokens, entry k gets those numbered k, k + D, and so on.
+    # Entry k receives the tokens with the numbers k, k + D, k + 2 D, and so on.
     tokens_TRED = (source_TRE[..., None] + width - 1 - np.arange(width)) // width
-    at_RED = table_RED // slots
+    rank_RED = table_RED // slots
     return np.stack(
-        [np.bincount(at_RED.ravel(), tokens_RED.ravel(), minlength=ranks) for tokens_RED in tokens_TRED]
+        [np.bincount(rank_RED.ravel(), tokens_RED.ravel(), minlength=ranks) for tokens_RED in tokens_TRED]
     )
 
 
 ROUNDS = (10, 16, 22, 30, 42, 100)
 CALLS = 200
-_EXPERTS, _CHOICES = 256, 8
-_MADE_FOR = ("even", "step")
-"""Splits that half of the placements each are made for."""
+_EXPERTS = 256
+_CHOICES = 8
+_TARGET_SPLITS = ("even", "step")
+"""Splits for which placements are made, each for half of them."""
 
 
 def tokens_above(split: StepwiseSplit, placed_RS: np.ndarray, heat_TE: np.ndarray) -> list[float]:
-    """Tokens of each step's hottest rank above the optimum of the linear program, which may cut tokens."""
+    """Return the tokens on each step's hottest rank above the optimum of the linear program.
+
+    The linear program may divide a token over several replicas.
+    """
     best_T = loads_by_step(heat_TE[:, None], placed_RS[None], False)[:, 0].max(axis=1)
     hottest = (stepwise_loads(split, heat_E, *placed_RS.shape).max() for heat_E in heat_TE)
-    return [float(most - best) for most, best in zip(hottest, best_T, strict=True)]
+    return [float(tokens - best) for tokens, best in zip(hottest, best_T, strict=True)]
 
 
 def within_a_token(above: Sequence[float]) -> float:
-    """The part of the steps within a token of the linear program."""
+    """Return the fraction of steps within one token of the linear program's optimum."""
     return float(np.mean(np.array(above) <= 1 + 1e-6))
 
 
 def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) -> Iterator[dict[str, Any]]:
-    """A row for each number of rounds: tokens above the optimum of each step, and microseconds of CPU of each call.
+    """Yield a row per number of rounds: each step's tokens above the optimum, and each call's CPU microseconds.
 
-    Placements are made for even shares and for the stepwise split, half of the layers each, on steps of their own.
+    Half of the layers are placed for even shares and half for the stepwise split, on steps that are not measured.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
+    tokens
+        Tokens per step.
+    layers
+        Number of layers.
+    steps
+        Number of steps measured per layer.
     """
     heat_TLE = generate("static", layers, _EXPERTS, 2 * steps, tokens=tokens).astype(np.int64)
     rows: dict[int, dict[str, Any]] = {rounds: {"rounds": rounds, "above": [], "us": []} for rounds in ROUNDS}
     for layer in range(layers):
-        made_for = _MADE_FOR[2 * layer // layers]
-        placed_RS = solve(heat_TLE[:steps, layer : layer + 1], ranks, slots, split=made_for).phy2log[0]
+        target_split = _TARGET_SPLITS[2 * layer // layers]
+        placed_RS = solve(heat_TLE[:steps, layer : layer + 1], ranks, slots, split=target_split).phy2log[0]
         splits = {rounds: StepwiseSplit(placed_RS, _EXPERTS, rounds=rounds) for rounds in ROUNDS}
         for rounds, split in splits.items():
             rows[rounds]["above"] += tokens_above(split, placed_RS, heat_TLE[steps:, layer])
-        # By turns, so that what else the machine does meets all alike.
+        # All numbers of rounds are timed on the same layer, so that other load on the machine affects them equally.
         counts_E = torch.from_numpy(heat_TLE[-1, layer])
         for rounds, split in splits.items():
             rows[rounds]["us"] += microseconds(split, counts_E)
@@ -222,7 +281,7 @@ def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) 
 
 @torch.no_grad()
 def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
-    """CPU time of so many calls, after some to warm up; on one thread, whatever else the machine does."""
+    """Return the CPU microseconds of each of ``CALLS`` calls on one thread, after 50 calls to warm up."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     times = []
@@ -239,13 +298,27 @@ def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 RANKS = ((8, 33), (32, 9), (64, 5))
-"""With their slots: a spare one for each rank and 256 experts."""
+"""Numbers of ranks with their slots per rank, which leave one spare slot per rank for 256 experts."""
 DRAWN, SKEWED = "drawn", "skewed"
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Tokens above the optimum of the steps of one kind, at the default rounds."""
+    """Tokens above the optimum in steps of one kind, with the default number of rounds.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
+    tokens
+        Tokens per step.
+    popularity
+        ``DRAWN`` or ``SKEWED``.
+    above
+        Tokens above the optimum, one value per step.
+    """
 
     ranks: int
     slots: int
@@ -255,28 +328,33 @@ class Exactness:
 
 
 def exactness(steps: int = 32) -> Iterator[Exactness]:
-    """One for each number of ranks and of tokens, and each popularity; half of the steps by each of two placements.
+    """Measure the exactness of the stepwise split for each number of ranks, number of tokens and popularity.
 
-    One is made for even shares and one for the stepwise split, on as many other steps.
+    One placement is made for even shares and one for the stepwise split. Each is made on ``steps`` steps and measured
+    on the following ``steps``.
     """
     for (ranks, slots), tokens, popularity in product(RANKS, TOKENS, (DRAWN, SKEWED)):
         draw = _drawn_heat if popularity == DRAWN else _skewed_heat
         heat_TLE = draw(tokens, 2 * steps)
         above = []
-        for layer, made_for in enumerate(_MADE_FOR):
+        for layer, target_split in enumerate(_TARGET_SPLITS):
             seen_TLE = heat_TLE[:steps, layer : layer + 1].astype(np.int32)
-            placed_RS = solve(seen_TLE, ranks, slots, split=made_for).phy2log[0]
+            placed_RS = solve(seen_TLE, ranks, slots, split=target_split).phy2log[0]
             above += tokens_above(StepwiseSplit(placed_RS, _EXPERTS), placed_RS, heat_TLE[steps:, layer])
         yield Exactness(ranks, slots, tokens, popularity, above)
 
 
 def _drawn_heat(tokens: int, steps: int) -> Int64:
-    """As in the other parts, ``[steps, 2, E]``."""
+    """Generate heat of the static kind, ``[steps, 2, E]``."""
     return generate("static", 2, _EXPERTS, steps, tokens=tokens, choices=_CHOICES).astype(np.int64)
 
 
 def _skewed_heat(tokens: int, steps: int) -> Int64:
-    """Log-popularity of deviation 2, which jumps by 0.7 from step to step; no expert has more tokens than there are."""
+    """Generate skewed heat, ``[steps, 2, E]``.
+
+    Log-popularity has a standard deviation of 2 and a jitter of 0.7 per step. No expert's share exceeds that of one
+    choice per token.
+    """
     generator = np.random.default_rng(tokens)
     log_TLE = generator.normal(0, 2, (1, 2, _EXPERTS)) + generator.normal(0, 0.7, (steps, 2, _EXPERTS))
     share_TLE = np.exp(log_TLE)
@@ -290,15 +368,25 @@ def _skewed_heat(tokens: int, steps: int) -> Int64:
 def routed_sources(
     path: Path, ranks: int, batch: int = DEFAULT_BATCH, order_seed: int | None = None
 ) -> np.ndarray:
-    """Each step's choices by the rank of their token, int16 ``[T, R, L, E]``.
+    """Return the source heat of recorded routes, int16 ``[T, R, L, E]``.
 
-    ``path`` is an .npz with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of requests. A request that
-    ends gives its place to the next in file order, and place ``p`` is on rank ``p % ranks`` as long as the run lasts.
-    Steps at the end with fewer than ``batch`` requests are left out. With ``order_seed`` requests come in a random
-    order.
+    The batch has ``batch`` positions, and position ``p`` is always on rank ``p % ranks``. When a request ends, the next
+    one in the file takes its position. Steps at the end with fewer than ``batch`` requests are dropped.
+
+    Parameters
+    ----------
+    path
+        An ``.npz`` with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of the requests.
+    ranks
+        Number of source ranks.
+    batch
+        Requests decoded at a time.
+    order_seed
+        Seed of a random order of the requests; ``None`` for file order.
     """
     with np.load(path) as file:
-        routes_KLC, bounds = file["routes"], file["req_ptr"].astype(np.int64)
+        routes_KLC = file["routes"]
+        bounds = file["req_ptr"].astype(np.int64)
     if order_seed is not None:
         order = np.random.default_rng(order_seed).permutation(bounds.size - 1)
         routes_KLC = routes_KLC[np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in order])]

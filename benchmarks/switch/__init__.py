@@ -1,1 +1,1 @@
-"""What the layer switch costs the model: ``make bench-switch``."""
+"""Benchmark of the cost of a layer switch for the model: ``make bench-switch``."""

@@ -1,6 +1,6 @@
-"""What adapter and agent add to a step of a host with many layers, however little its own step takes.
+"""CPU time that the adapter and the agent add to each step of a host with many layers.
 
-The host is what the vLLM adapter sees of vLLM: its tensors, at the size of a large model, without the model.
+The host consists of vLLM's tensors as the adapter sees them, at the size of a large model, but without the model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from worker_agent.adapters.engine_host import RING_ROWS
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.stream import Outbox
 
-LAYERS, EXPERTS, SLOTS, LONGEST_MICROSECONDS = 58, 256, 144, 100
+LAYERS = 58
+EXPERTS = 256
+SLOTS = 144
+LONGEST_MICROSECONDS = 100
 STEPS_OF_REPORT = 16
 _BUDGET_SECONDS = LONGEST_MICROSECONDS * 1e-6
 
 
 def model_state(ranks: int, device: torch.device) -> SimpleNamespace:
-    """vLLM's ``EplbModelState`` of 58 layers of 256 experts, as ``EplbState.add_model`` makes it."""
+    """Return vLLM's ``EplbModelState`` with 58 layers of 256 experts, as ``EplbState.add_model`` creates it."""
     slots = np.arange(ranks * SLOTS) % EXPERTS
     phy2log_LP = torch.from_numpy(np.tile(slots, (LAYERS, 1))).to(device)
     layers = [
@@ -52,7 +55,7 @@ def model_state(ranks: int, device: torch.device) -> SimpleNamespace:
 def device_copies(
     chosen_LP: torch.Tensor, phy2log_LP: torch.Tensor, ring_LWE: torch.Tensor, step: int
 ) -> None:
-    """What any host has a device do to keep each step's counts by expert, and to hand 16 steps of them over."""
+    """Run the device operations that any host needs to count choices per expert and to copy 16 steps of counts."""
     row = step % RING_ROWS
     row_LE = ring_LWE[:, row]
     row_LE.zero_()
@@ -63,7 +66,7 @@ def device_copies(
 
 
 def counting(counted: Sequence[tuple[Any, int, int]], device: torch.device) -> Callable[[], None]:
-    """What the layers do to count a pass; on a GPU in a graph, as it is in that of the model's pass."""
+    """Return a function that counts one pass in every layer; on a GPU it replays a graph, as the model's pass does."""
 
     def count() -> None:
         for heat, index, layers in counted:
@@ -78,17 +81,17 @@ def counting(counted: Sequence[tuple[Any, int, int]], device: torch.device) -> C
 
 
 def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]]:
-    """CPU time of a pass counted by its layers and of the call after it, less device copies, against a budget.
+    """Measure the CPU time of counting a pass and of the call after it, without device copies, against a budget.
 
-    CPU time of the model's thread, which a busy machine does not lengthen; what a call takes by the clock is a figure.
-    A pass that its graph counts takes none.
+    CPU time of the model's thread does not depend on other load. Wall-clock time is returned only as a figure. A pass
+    that is counted within a graph takes no CPU time.
     """
     ranks = dist.get_world_size()
     state = model_state(ranks, device)
     group = SimpleNamespace(rank_in_group=dist.get_rank(), world_size=ranks, cpu_group=dist.group.WORLD)
     parallel = SimpleNamespace(data_parallel_size=ranks, prefill_context_parallel_size=1)
     host = VllmHost(state, parallel, group)
-    # As beside a service that keeps up: memory of reports that are gone serves the next ones.
+    # As with a service that keeps up, the memory of sent reports is reused for later ones.
     host.agent._outbox = Outbox(heat_reports=1)
     ring_LWE = torch.zeros((LAYERS, RING_ROWS, EXPERTS), dtype=torch.int32, device=device)
     chosen_LP = torch.zeros_like(state.expert_load_pass)
@@ -96,9 +99,11 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
     count = counting(
         [router.eplb_agent_layer for router in routers if router.eplb_agent_layer is not None], device
     )
-    calls, copies, clock = [], [], []
+    calls = []
+    copies = []
+    clock = []
     for step in range(steps):
-        # A model's pass lies between two calls: its routers read their tables, and the ranks wait for each other.
+        # Between two calls the model runs a pass, in which routers read their tables and the ranks synchronise.
         state.logical_to_physical_map[:, :, 0].sum()
         dist.barrier()
         state.expert_load_pass.fill_(3)
@@ -107,12 +112,13 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
         count()
         counted = time.thread_time() - began if device.type != "cuda" else 0.0
         time.sleep(0.001)
-        began, at = time.thread_time(), time.perf_counter()
+        began = time.thread_time()
+        began_clock = time.perf_counter()
         host.step(is_dummy=False)
         state.expert_load_pass.zero_()
         middle = time.thread_time()
-        clock.append(time.perf_counter() - at)
-        # Copies come after a pause as well: what others leave of caches is the same for both.
+        clock.append(time.perf_counter() - began_clock)
+        # Pause before the copies as before the call, so that other processes affect the caches of both equally.
         time.sleep(0.001)
         began_copies = time.thread_time()
         device_copies(chosen_LP, state.physical_to_logical_map, ring_LWE, step)
@@ -123,12 +129,12 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
     host.close()
     if halted is not None:
         raise RuntimeError(f"the agent halted: {halted}")
-    # Steps that share a heat report and a vote.
-    beyond = np.subtract(*(means_of(seconds, STEPS_OF_REPORT) for seconds in (calls, copies)))
+    # Average over the steps that share one heat report and one vote.
+    extra = np.subtract(*(means_of(seconds, STEPS_OF_REPORT) for seconds in (calls, copies)))
     ratio = Ratio.of(
         f"{LAYERS}-layer host: agent and adapter beyond device copies / {LONGEST_MICROSECONDS} us",
-        beyond.tolist(),
-        [_BUDGET_SECONDS] * len(beyond),
+        extra.tolist(),
+        [_BUDGET_SECONDS] * len(extra),
         1.0,
     )
     figures: dict[str, object] = {

@@ -34,7 +34,7 @@ class _Layer:
         self._weights = [[torch.zeros(EXPERT_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]]
 
     def expert_weights(self) -> list[list[torch.Tensor]]:
-        """Return them."""
+        """Return the weights."""
         return self._weights
 
 
@@ -58,8 +58,8 @@ def beside_transfers(steps: int) -> dict[str, object]:
     moves_M5 = np.array(
         [(rank, slot, 1 - rank, slot, slot) for rank in range(2) for slot in range(SLOTS)], np.int32
     )
-    none_RS = np.zeros((2, SLOTS), dtype=np.int32)
-    update = RankLayer(0, none_RS, sources_of(moves_M5, 2, SLOTS), np.zeros(SLOTS, np.int32), ())
+    empty_RS = np.zeros((2, SLOTS), dtype=np.int32)
+    update = RankLayer(0, empty_RS, sources_of(moves_M5, 2, SLOTS), np.zeros(SLOTS, np.int32), ())
     for number, share in enumerate(SHARES):
         lanes = Lanes(group, "gloo", torch.device("cpu"), timedelta(seconds=60))
         worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None, share=share))
@@ -73,10 +73,10 @@ def beside_transfers(steps: int) -> dict[str, object]:
                 assert result.error is None, result.error
                 layers += 1
                 worker.start(StartTransfer((update,), layers + 1, number), [layer])
-        named = f"share_{share:g}"
-        figures |= _figures(named, seconds)
-        took = time.perf_counter() - began
-        figures[f"link_{named}_transfer_megabytes_per_second"] = layers * SLOTS * EXPERT_BYTES / 1e6 / took
+        elapsed = time.perf_counter() - began
+        figures |= _figures(f"share_{share:g}", seconds)
+        megabytes_per_second = layers * SLOTS * EXPERT_BYTES / 1e6 / elapsed
+        figures[f"link_share_{share:g}_transfer_megabytes_per_second"] = megabytes_per_second
         while worker.poll() is None:
             time.sleep(0.001)
         worker.close()
@@ -92,5 +92,6 @@ def _timed(call: Callable[[], None]) -> float:
 
 def _figures(name: str, seconds: list[float]) -> dict[str, object]:
     return {
-        f"link_{name}_exchange_ms_p{part}": 1e3 * float(np.percentile(seconds, part)) for part in (50, 90, 99)
+        f"link_{name}_exchange_ms_p{percentile}": 1e3 * float(np.percentile(seconds, percentile))
+        for percentile in (50, 90, 99)
     }

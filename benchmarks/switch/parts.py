@@ -1,4 +1,4 @@
-"""The parts of a layer's switch by themselves: installing experts, and moving them from rank to rank."""
+"""The two stages of a layer switch, measured separately: transferring experts between ranks and installing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERTS = 16
 
 
 def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device) -> Ratio:
-    """Installing experts in place, until the device is done, against one plain copy of as many bytes."""
+    """Time the installation of experts in place, including the wait for the device, against a copy of the same size."""
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
     layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
@@ -34,19 +34,21 @@ def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: to
     slots = list(range(0, EXPERTS, EXPERTS // experts))[:experts]
     tables = (layer.expert_map.cpu().clone(), layer.log2phy.cpu().clone())
 
-    def installed() -> None:
+    def install() -> None:
         copy_into(layer, staged, slots, *tables)
         _finish(device)
 
-    def copied() -> None:
+    def copy() -> None:
         target.copy_(source)
         _finish(device)
 
     for _ in range(3):
-        installed()
-        copied()
-    ones, others = by_turns(installed, copied, rounds)
-    return Ratio.of(f"commit of {experts} experts / memcpy of their {size / 1e6:.0f} MB", ones, others, 1.5)
+        install()
+        copy()
+    measured, baseline = by_turns(install, copy, rounds)
+    return Ratio.of(
+        f"commit of {experts} experts / memcpy of their {size / 1e6:.0f} MB", measured, baseline, 1.5
+    )
 
 
 def _finish(device: torch.device) -> None:
@@ -57,18 +59,23 @@ def _finish(device: torch.device) -> None:
 def transfer(
     hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
 ) -> tuple[list[Ratio], float]:
-    """Moving experts from rank 0 to rank 1 against the host's link, and with checksums; also megabytes a second.
+    """Time the transfer of experts from rank 0 to rank 1 against a plain send, and with checksums against without.
 
-    Those of a device go by way of the host: what two ranks on one device can do.
+    Experts on a device travel through host memory, because both ranks may share one device.
+
+    Returns
+    -------
+    tuple of list of Ratio and float
+        The two ratios, and the megabytes per second with checksums.
     """
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
     layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
     moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)
-    none_RS = np.zeros((2, EXPERTS), dtype=np.int32)
-    source_RS = sources_of(moves_M5, *none_RS.shape)
-    update = RankLayer(0, none_RS, source_RS, np.zeros(EXPERTS, np.int32), ())
+    empty_RS = np.zeros((2, EXPERTS), dtype=np.int32)
+    source_RS = sources_of(moves_M5, *empty_RS.shape)
+    update = RankLayer(0, empty_RS, source_RS, np.zeros(EXPERTS, np.int32), ())
     unverified, verified = (
         TransferWorker(
             Lanes(group, "gloo", device, timedelta(seconds=60)),
@@ -91,7 +98,7 @@ def transfer(
         assert result.error is None, result.error
         dist.barrier()
 
-    def plain() -> None:
+    def send() -> None:
         if group.rank == 0:
             link.send([raw], 1, 0).wait()
         elif group.rank == 1:
@@ -100,14 +107,14 @@ def transfer(
 
     move()
     move(verified)
-    plain()
-    ones, others = by_turns(move, plain, rounds)
+    send()
+    measured, baseline = by_turns(move, send, rounds)
     checked, unchecked = by_turns(lambda: move(verified), move, rounds)
     unverified.close()
     verified.close()
-    moved = f"transfer of {experts} experts"
+    label = f"transfer of {experts} experts"
     ratios = [
-        Ratio.of(f"{moved} / one send of their {size / 1e6:.0f} MB", ones, others, 1.5),
-        Ratio.of(f"{moved} with checksums / without", checked, unchecked, 1.5),
+        Ratio.of(f"{label} / one send of their {size / 1e6:.0f} MB", measured, baseline, 1.5),
+        Ratio.of(f"{label} with checksums / without", checked, unchecked, 1.5),
     ]
     return ratios, size / 1e6 / float(np.median(checked))

@@ -1,4 +1,4 @@
-"""What the layer switch costs the model, as ratios measured in one run: ``make bench-switch``.
+"""Measure the cost of a layer switch for the model, as ratios within one run: ``make bench-switch``.
 
 Two real ranks serve small layers with an agent and without, by turns. The benchmark then measures the
 calls of a host with 58 layers, a commit against a plain copy of the same size, a transfer against a plain send of the
@@ -30,52 +30,65 @@ from benchmarks.switch.serving import serving
 
 
 def main() -> None:
-    """Start the ranks, print the ratios, and with ``--json`` write them; exit code 1 where a target is missed."""
+    """Start the ranks and print the ratios. Exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--ranks", type=int, default=2, help="rank processes; one core each, or times mean little (2)"
+        "--ranks", type=int, default=2, help="rank processes; each needs its own core for reliable times (2)"
     )
     parser.add_argument("--pairs", type=int, default=600, help="steps with and without the agent (600)")
     parser.add_argument("--rounds", type=int, default=40, help="commits and transfers timed (40)")
-    parser.add_argument("--hidden", type=int, default=2048, help="H of the experts that are moved (2048)")
-    parser.add_argument("--intermediate", type=int, default=768, help="I of the experts that are moved (768)")
-    parser.add_argument("--device", default="cpu", help="where the 58-layer host and moved experts are (cpu)")
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the moved experts (2048)")
+    parser.add_argument(
+        "--intermediate", type=int, default=768, help="intermediate size of the moved experts (768)"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device of the 58-layer host and the moved experts (cpu)"
+    )
+    parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="eplb-bench-") as folder:
         processes.spawn(_measure, (Path(folder), options), nprocs=options.ranks)
-        found = json.loads((Path(folder) / "found.json").read_text())
-    ratios = [Ratio(**ratio) for ratio in found["ratios"]]
+        results = json.loads((Path(folder) / "results.json").read_text())
+    ratios = [Ratio(**ratio) for ratio in results["ratios"]]
     for ratio in ratios:
         print(ratio.line)
-    for name, value in found["figures"].items():
+    for name, value in results["figures"].items():
         print(f"{name:<58}{value:>12.3f}")
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(any(ratio.ratio > ratio.target for ratio in ratios))
 
 
 def _measure(rank: int, folder: Path, options: Any) -> None:
-    """One rank: all parts by turns; the first writes what it has measured."""
+    """Run all measurements on one rank. Rank 0 writes the results."""
     logging.basicConfig(level=logging.CRITICAL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("EPLB_AGENT_SERVICE", "127.0.0.1:9")
     torch.set_num_threads(1)
-    meet: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": options.ranks}
-    dist.init_process_group("gloo", **meet, timeout=timedelta(minutes=5))
+    rendezvous: dict[str, Any] = {
+        "init_method": f"file://{folder}/rendezvous",
+        "rank": rank,
+        "world_size": options.ranks,
+    }
+    dist.init_process_group("gloo", **rendezvous, timeout=timedelta(minutes=5))
     device = torch.device(options.device)
     if device.type != "cpu" and torch.get_device_module(device).device_count() < options.ranks:
-        os.environ["EPLB_AGENT_TRANSFER_BACKEND"] = "gloo"  # collectives of devices take one rank on each
+        os.environ["EPLB_AGENT_TRANSFER_BACKEND"] = (
+            "gloo"  # device collectives allow only one rank per device
+        )
     moved = {"hidden": options.hidden, "intermediate": options.intermediate, "experts": 4}
     ratios, figures = serving(64, 32, options.ranks, options.pairs)
-    beside, more = overhead(options.pairs, device)
-    ratios += [beside, commit(**moved, rounds=options.rounds, device=device)]
+    host_ratio, host_figures = overhead(options.pairs, device)
+    ratios += [host_ratio, commit(**moved, rounds=options.rounds, device=device)]
     dist.barrier()
     transfers, megabytes = transfer(**moved, rounds=options.rounds, device=device)
-    figures |= {**more, "transfer_megabytes_per_second": megabytes, **beside_transfers(options.pairs)}
+    figures |= {**host_figures, "transfer_megabytes_per_second": megabytes, **beside_transfers(options.pairs)}
     if rank == 0:
-        found = {"ratios": [dataclasses.asdict(one) for one in (*ratios, *transfers)], "figures": figures}
-        (folder / "found.json").write_text(json.dumps(found))
+        results = {
+            "ratios": [dataclasses.asdict(ratio) for ratio in (*ratios, *transfers)],
+            "figures": figures,
+        }
+        (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

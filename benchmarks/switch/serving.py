@@ -1,4 +1,4 @@
-"""Serves with and without an agent by turns, idle and while layers are switched: what the agent takes of a step."""
+"""Step times with and without an agent, by turns, while the agent is idle and while it switches layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from worker_agent.settings import AgentSettings
 from worker_agent.swap.rank_layout import restoring_plan
 
 STEP_SECONDS = 0.005
-LAYERS, EXPERTS, SLOTS, TOKENS, TOP_K = 4, 16, 10, 16, 2
+LAYERS = 4
+EXPERTS = 16
+SLOTS = 10
+TOKENS = 16
+TOP_K = 2
 
 
 class Server:
-    """Live layers with an agent beside the same ones left alone; one forward pass of each by turns."""
+    """Layers with an agent and the same layers without one, which run forward passes by turns."""
 
     def __init__(self, hidden: int, intermediate: int, ranks: int) -> None:
         self.live, self.still = (_layers(hidden, intermediate, ranks) for _ in range(2))
@@ -28,11 +32,13 @@ class Server:
         self.agent = Agent.start(self.live, dist.group.WORLD, settings)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.hidden = hidden
-        self.vote_seconds, self.switch_seconds = list[float](), list[float]()
+        self.vote_seconds: list[float] = []
+        self.switch_seconds: list[float] = []
         vote = self.agent._switch.vote
 
         def timed_vote(step: int) -> None:
-            before, began = self.agent.stats.layers_switched, time.perf_counter()
+            before = self.agent.stats.layers_switched
+            began = time.perf_counter()
             vote(step)
             seconds = time.perf_counter() - began
             self.vote_seconds.append(seconds)
@@ -42,8 +48,9 @@ class Server:
         self.agent._switch.vote = timed_vote  # type: ignore[method-assign]
 
     def pairs(self, count: int, plans: bool) -> tuple[list[float], list[float]]:
-        """Step times with and without the agent; with ``plans``, one is under way all the time."""
-        on, off = [], []
+        """Return the step times with and without the agent; if ``plans`` is true, a plan is always in progress."""
+        on = []
+        off = []
         for turn in range(-(-count // 24)):
             if plans:
                 self._offer(turn)
@@ -56,7 +63,7 @@ class Server:
         return on, off
 
     def _step(self, layers: list[ExpertParallelMoE]) -> None:
-        """A forward pass, padded to a decode step's length, and the agent's part in it."""
+        """Run a forward pass, padded to the length of a decode step, and the agent's step."""
         began = time.perf_counter()
         hidden_TH = torch.randn(TOKENS, self.hidden, generator=self.generator)
         for layer in layers:
@@ -67,7 +74,7 @@ class Server:
             self.agent.step()
 
     def _offer(self, turn: int) -> None:
-        """A plan for the next layer, as a service would send it."""
+        """Enqueue a plan for the next layer, as the service would."""
         installed = self.agent.installed
         phy2log_LRS = installed.placement.phy2log_LRS.copy()
         phy2log_LRS[turn % LAYERS] = _swapped_RS(phy2log_LRS[turn % LAYERS], turn)
@@ -87,25 +94,29 @@ def _layers(hidden: int, intermediate: int, ranks: int) -> list[ExpertParallelMo
 
 
 def _swapped_RS(old_RS: Int32, turn: int) -> Int32:
-    """Each rank gets an expert of the next rank's that it lacks, in place of one that has another home there."""
+    """Return a placement in which each rank replaces a single-replica expert by one that only the next rank holds.
+
+    On two ranks this exchanges two experts. The placement is returned unchanged if an expert would lose its last
+    replica.
+    """
     new_RS = old_RS.copy()
     ranks, slots = old_RS.shape
     for rank in range(ranks):
-        other = (rank + 1) % ranks
-        lacking = [expert for expert in old_RS[other].tolist() if expert not in old_RS[rank]]
+        neighbour = (rank + 1) % ranks
+        missing = [expert for expert in old_RS[neighbour].tolist() if expert not in old_RS[rank]]
         spare = [slot for slot in range(slots) if (old_RS == old_RS[rank, slot]).sum() == 1]
-        if lacking and spare:
-            new_RS[rank, spare[turn % len(spare)]] = lacking[turn % len(lacking)]
+        if missing and spare:
+            new_RS[rank, spare[turn % len(spare)]] = missing[turn % len(missing)]
     return new_RS if set(new_RS.ravel().tolist()) == set(range(EXPERTS)) else old_RS
 
 
 def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[list[Ratio], dict[str, object]]:
-    """Idle and switching, each with and without the agent in one run."""
+    """Measure step times with and without the agent, while it is idle and while it switches."""
     server = Server(hidden, intermediate, ranks)
     server.pairs(20, plans=False)
     server.vote_seconds.clear()
     on, off = server.pairs(pairs, plans=False)
-    # Where no rank holds a plan, from one vote to the next.
+    # Steps between two votes while no rank has a plan.
     interval = 4 * AgentSettings().vote_interval
     voting = means_of(server.vote_seconds, interval)
     switching_on, switching_off = server.pairs(pairs, plans=True)

@@ -1,1 +1,1 @@
-"""What planning for time wins over balancing tokens, under a measured cost curve: ``make bench-time``."""
+"""Benchmark of planning for time against balancing tokens, with a measured cost curve: ``make bench-time``."""

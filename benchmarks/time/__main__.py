@@ -1,4 +1,4 @@
-"""Measures planning for time beside balancing tokens: ``python -m benchmarks.time``."""
+"""Compare planning for time with balancing tokens: ``python -m benchmarks.time``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SURE = f"{CONFIDENCE:.0%} over all cells"
 
 
 def main() -> int:
-    """Parse options, measure, and say which targets are met; returns the exit code."""
+    """Parse the options, measure, and print the targets. Return the exit code."""
     options = _parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
@@ -70,23 +70,23 @@ def main() -> int:
 
 
 def _cell_table(found: Sequence[Cell]) -> Table:
-    """Mean over heats: what each way takes on the next window."""
+    """Return a table of each placement's time on the next window, as the mean over the heats."""
     rows = []
     for key in dict.fromkeys((cell.ranks, cell.tokens, cell.more) for cell in found):
-        here = [cell for cell in found if (cell.ranks, cell.tokens, cell.more) == key]
-        ways = [
-            np.mean([getattr(cell, name) for cell in here])
+        selected = [cell for cell in found if (cell.ranks, cell.tokens, cell.more) == key]
+        times = [
+            np.mean([getattr(cell, name) for cell in selected])
             for name in ("off_next", "balanced_next", "timed_next")
         ]
-        gain = np.mean([1 - cell.timed_next / cell.balanced_next for cell in here])
+        gain = np.mean([1 - cell.timed_next / cell.balanced_next for cell in selected])
         name = f"EP{key[0]}, {key[1]} tokens, +{key[2]}"
-        rows.append([name, *(f"{us:.1f}" for us in ways), f"{gain:+.1%}"])
+        rows.append([name, *(f"{us:.1f}" for us in times), f"{gain:+.1%}"])
     columns = ["cell, mean over heats", "left alone, us", "tokens balanced", "time lowered"]
     return Table("slowest rank on the next window", [*columns, "gain over balanced"], rows)
 
 
 def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
-    """Cells in which planning for time is no slower; those that are shown to be are named."""
+    """Yield the targets of the cells; the figures name each cell in which planning for time is significantly slower."""
     above = [cell for cell in found if cell.timed > cell.better * (1 + 1e-6)]
     gain = np.mean([1 - cell.timed / cell.balanced for cell in found])
     yield Target(
@@ -96,28 +96,29 @@ def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
         not above,
     )
     later = compared(found)
-    slower = [one for one in later if one.is_shown(len(later))]
-    named = "".join(f"; {one.heat} EP{one.ranks} {one.tokens} tokens +{one.more}" for one in slower)
-    worst = max(one.slower for one in later)
+    slower = [cell for cell in later if cell.is_shown(len(later))]
+    names = "".join(f"; {cell.heat} EP{cell.ranks} {cell.tokens} tokens +{cell.more}" for cell in slower)
+    worst = max(cell.slower for cell in later)
     yield Target(
-        f"the same on the next window, shown at {_SURE}",
+        f"the same on the next window, significant at {_SURE}",
         "0",
-        f"{len(slower)} of {len(later)}; worst cell {worst:+.2%}{named}",
+        f"{len(slower)} of {len(later)}; worst cell {worst:+.2%}{names}",
         not slower,
     )
 
 
 def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
-    """Numbers of slots that were right by what came after; wrong ones are named."""
-    wrong = [one for one in counts if not one.is_right(len(counts))]
-    named = "".join(
-        f"; {one.heat} EP{one.ranks} {one.tokens} tokens, seed {one.seed}: {one.slots} named, {one.fastest} fastest"
-        for one in wrong
+    """Yield the target of the recommended numbers of slots; the figure names each wrong recommendation."""
+    wrong = [count for count in counts if not count.is_right(len(counts))]
+    names = "".join(
+        f"; {count.heat} EP{count.ranks} {count.tokens} tokens, seed {count.seed}: "
+        f"{count.slots} recommended, {count.fastest} fastest"
+        for count in wrong
     )
     yield Target(
-        f"slots named wrong by what came after: by more than {NEAR:.0%}, shown at {_SURE}",
+        f"recommended slots that are slower on later windows by more than {NEAR:.0%}, significant at {_SURE}",
         "0",
-        f"{len(wrong)} of {len(counts)}{named}",
+        f"{len(wrong)} of {len(counts)}{names}",
         not wrong,
     )
 
@@ -125,26 +126,32 @@ def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time", description=__doc__)
     add = parser.add_argument
-    add("--curve", help="cost curve, FILE or FILE:PHASE; by default that of H200 in docs/research/time.md")
+    add("--curve", help="cost curve, FILE or FILE:PHASE (default: the H200 curve of docs/research/time.md)")
     add(
         "--routes",
         type=Path,
         action="append",
         default=[],
-        help="recorded routes.npz to draw heat from as well",
+        help="also draw heat from this recorded routes.npz; repeatable",
     )
-    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a step")
+    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens per step")
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="expert-parallel sizes")
     add(
         "--parts",
         nargs="+",
         choices=_PARTS,
         default=list(_PARTS),
-        help="cells; numbers of slots, which take most of the time",
+        help="measurements to run; slots takes longest",
     )
     add("--layers", type=int, default=2, help="layers of each heat")
-    add("--seeds", type=int, nargs="+", default=[1], help="of heat; several show what one draw cannot")
-    add("--json", type=Path, help="write every cell here")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="seeds of the heat; several show the scatter of the draws",
+    )
+    add("--json", type=Path, help="write every cell to this file")
     return parser
 
 

@@ -1,4 +1,7 @@
-"""The cells: each heat on each expert-parallel size and number of slots, left alone, tokens balanced, time lowered."""
+"""Cells of the benchmark: each heat on each number of ranks and slots, under three placements.
+
+The placements are: experts in order, balanced for tokens, and planned for time.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,42 @@ from eplb_core.solver.window import standard_error
 from eplb_service.offline import solve
 
 MORE_SLOTS = (0, 1, 2)
-"""Slots per rank beyond the fewest that hold all experts."""
+"""Slots per rank in addition to the minimum that holds all experts."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell; times are microseconds of the slowest rank, mean over steps and layers.
+    """One cell. Times are microseconds of the slowest rank, as means over steps and layers.
 
     Parameters
     ----------
-    heat, tokens, ranks, slots, more
-        Where: the heat's name, tokens of a step, R, S, and the slots beyond the fewest.
-    off, balanced, timed
-        On the window that was planned on: experts in order, tokens balanced, time lowered.
-    off_next, balanced_next, timed_next
-        The same on the next window.
+    heat
+        Name of the heat.
+    tokens
+        Tokens per step.
+    ranks
+        Number of ranks, R.
+    slots
+        Slots per rank, S.
+    more
+        Slots per rank in addition to the minimum.
+    off
+        Time with experts in order, on the planning window.
+    balanced
+        Time with balanced tokens, on the planning window.
+    timed
+        Time with the placement planned for time, on the planning window.
+    off_next
+        Time with experts in order, on the next window.
+    balanced_next
+        Time with balanced tokens, on the next window.
+    timed_next
+        Time with the placement planned for time, on the next window.
     noise_next
-        Standard error of ``timed_next`` less the better of the others, over the steps of the next window, of which
-        neighbours resemble each other.
+        Standard error of the difference of ``timed_next`` from ``better_next`` over the steps of the next window,
+        corrected for the correlation of adjacent steps.
     seed
-        Of the heat.
+        Seed of the heat.
     """
 
     heat: str
@@ -54,17 +73,17 @@ class Cell:
 
     @property
     def better(self) -> float:
-        """The better of left alone and balanced, on the window."""
+        """Shorter of ``off`` and ``balanced``."""
         return min(self.off, self.balanced)
 
     @property
     def better_next(self) -> float:
-        """The same on the next window."""
+        """Shorter of ``off_next`` and ``balanced_next``."""
         return min(self.off_next, self.balanced_next)
 
 
 def cells(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Cell]:
-    """Every cell of one heat that its experts fit."""
+    """Yield the cells of one heat, skipping sizes with more ranks or slots per rank than experts."""
     window_TLE, next_TLE, _ = np.array_split(heat.heat_TLE, 3)
     _, layers, experts = heat.heat_TLE.shape
     for count in ranks:
@@ -76,15 +95,15 @@ def cells(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Ce
             first = Placement.linear(layers, experts, count, slots)
             balanced = solve(window_TLE, count, slots)
             timed = solve(window_TLE, count, slots, cost_curve=curve)
-            ways = [
+            layouts = [
                 (first.phy2log_LRS, first.default_log2phy()),
                 (balanced.phy2log, balanced.log2phy),
                 (timed.phy2log, timed.log2phy),
             ]
-            seen = [slowest_us(window_TLE, *way, curve).mean() for way in ways]
-            steps_next = [slowest_us(next_TLE, *way, curve).mean(axis=1) for way in ways]
-            others = min(steps_next[:2], key=lambda us_T: float(us_T.mean()))
-            noise = standard_error(steps_next[2] - others)
+            seen = [slowest_us(window_TLE, *layout, curve).mean() for layout in layouts]
+            steps_next = [slowest_us(next_TLE, *layout, curve).mean(axis=1) for layout in layouts]
+            better_T = min(steps_next[:2], key=lambda us_T: float(us_T.mean()))
+            noise = standard_error(steps_next[2] - better_T)
             later = [us_T.mean() for us_T in steps_next]
             times = map(float, [*seen, *later])
             yield Cell(heat.name, heat.tokens, count, slots, more, *times, noise, heat.seed)
@@ -99,7 +118,10 @@ def slowest_us(
     log2phy_RLE: npt.NDArray[np.integer],
     curve: CostCurve,
 ) -> Float64:
-    """Microseconds of each layer's slowest rank in each step, float64 ``[T, L]``; sources send alike."""
+    """Return the microseconds of each layer's slowest rank per step, float64 ``[T, L]``.
+
+    All source ranks are assumed to send the same number of tokens to each expert.
+    """
     layers, ranks, slots = phy2log_LRS.shape
     us_TL = np.empty((len(heat_TLE), layers))
     for layer in range(layers):
@@ -116,38 +138,59 @@ def slowest_us(
 
 
 CONFIDENCE = 0.95
-"""With which nothing is called slower by chance: in all cells of a run together."""
+"""Probability that no cell of a run is called slower only by chance."""
 
 
 def errors_allowed(replicates: int, comparisons: int) -> float:
-    """Standard errors over so many replicates that a mean is above 0 by chance in one of so many comparisons.
+    """Return the number of standard errors that a mean must exceed to be significant.
 
-    Student's quantile at Bonferroni's share of what ``CONFIDENCE`` leaves.
+    This is the quantile of Student's t-distribution, with a Bonferroni correction for the number of comparisons.
+
+    Parameters
+    ----------
+    replicates
+        Number of values in the mean.
+    comparisons
+        Number of comparisons in the run.
+
+    Examples
+    --------
+    >>> round(errors_allowed(replicates=10, comparisons=1), 2)
+    1.83
+    >>> round(errors_allowed(replicates=10, comparisons=100), 2)
+    4.78
     """
     share = (1.0 - CONFIDENCE) / max(comparisons, 1)
     return float(stats.t.ppf(1.0 - share, max(replicates - 1, 1)))
 
 
 _EQUAL = 1e-6
-"""Part of the time below which two ways take the same, but for rounding."""
+"""Relative difference up to which two times count as equal, to allow for rounding."""
 _WINDOW = 128
-"""Steps of the next window, the replicates where one seed alone was drawn."""
+"""Steps of the next window, which are the replicates if there is only one seed."""
 
 
 @dataclass(frozen=True)
 class Later:
-    """One cell of all seeds, on the window after.
+    """Comparison of one cell on the next window, over all seeds.
 
     Parameters
     ----------
-    heat, tokens, ranks, more
-        Which cell.
+    heat
+        Name of the heat.
+    tokens
+        Tokens per step.
+    ranks
+        Number of ranks.
+    more
+        Slots per rank in addition to the minimum.
     slower
-        Part of the time by which it was slower than the better of the others, in the mean over the seeds.
+        Relative excess of the time over the better of the two alternatives, as the mean over the seeds.
     error
-        Standard error of that: over the seeds or, where there is one, over steps, whose neighbours resemble each other.
+        Standard error of ``slower`` over the seeds. With a single seed it is taken over the steps and corrected for
+        the correlation of adjacent steps.
     replicates
-        Seeds, or steps.
+        Number of seeds or, with a single seed, of steps.
     """
 
     heat: str
@@ -159,12 +202,15 @@ class Later:
     replicates: int
 
     def is_shown(self, comparisons: int) -> bool:
-        """Whether it is shown to be slower, as one of so many cells."""
+        """Return True if the cell is significantly slower, given the number of cells compared."""
         return self.slower > _EQUAL + errors_allowed(self.replicates, comparisons) * self.error
 
 
 def compared(found: Sequence[Cell]) -> list[Later]:
-    """One for each cell; seeds are drawn afresh, so that their scatter holds that of heat and of placements too."""
+    """Return one comparison per cell.
+
+    Each seed has its own heat and placements, so the scatter over the seeds includes both.
+    """
     cells_of: dict[tuple[str, int, int, int], list[Cell]] = {}
     for cell in found:
         cells_of.setdefault((cell.heat, cell.tokens, cell.ranks, cell.more), []).append(cell)
@@ -175,7 +221,9 @@ def _slower(cells: Sequence[Cell]) -> tuple[float, float, int]:
     if len(cells) == 1:
         (cell,) = cells
         return cell.timed_next / cell.better_next - 1, cell.noise_next / cell.better_next, _WINDOW
-    others_2D = np.array([[getattr(cell, name) for cell in cells] for name in ("off_next", "balanced_next")])
-    better_D = others_2D[others_2D.mean(axis=1).argmin()]
+    alternatives_2D = np.array(
+        [[getattr(cell, name) for cell in cells] for name in ("off_next", "balanced_next")]
+    )
+    better_D = alternatives_2D[alternatives_2D.mean(axis=1).argmin()]
     slower_D = np.array([cell.timed_next for cell in cells]) / better_D - 1
     return float(slower_D.mean()), float(slower_D.std(ddof=1)) / len(cells) ** 0.5, len(cells)

@@ -1,4 +1,4 @@
-"""Heat for the cells: made up, or drawn from recorded routing."""
+"""Heat for the cells: synthetic, or drawn from recorded routing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from eplb_service.io.synthetic import KINDS, synthetic_heat
 
 Int32 = npt.NDArray[np.int32]
 
-EXPERTS, TOP_K = 256, 8
-"""Of made-up heat: DeepSeek-V3's."""
+EXPERTS = 256
+"""Experts per layer of synthetic heat, as in DeepSeek-V3."""
+TOP_K = 8
+"""Experts chosen per token of synthetic heat, as in DeepSeek-V3."""
 STEPS = 384
-"""Steps of each heat by default: a window to plan on, the next one, and one more."""
+"""Default number of steps: three windows. The first is planned on, and the second is measured."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,13 @@ class CellHeat:
     Parameters
     ----------
     name
-        The kind of made-up heat, or the folder of recorded routing.
+        Kind of synthetic heat, or folder of the recorded routing.
     tokens
-        Tokens of a step.
+        Tokens per step.
     heat_TLE
-        int32 ``[T, L, E]``.
+        int32 ``[T, L, E]``, tokens per step and expert.
     seed
-        That it was drawn with.
+        Seed of the random draws.
     """
 
     name: str
@@ -43,12 +45,24 @@ class CellHeat:
 
 
 def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS) -> CellHeat:
-    """Steps of so many recorded tokens each, drawn at random from the whole recording, of its first layers.
+    """Draw heat from recorded routing. The routes are real, but the tokens of a step are drawn at random.
 
-    Routing is real, batching is not. ``path`` is an ``.npz`` with ``routes`` ``[K, L, C]`` and ``num_experts``.
+    Parameters
+    ----------
+    path
+        An ``.npz`` with ``routes`` ``[K, L, C]`` and ``num_experts``.
+    tokens
+        Tokens per step.
+    layers
+        Number of layers, counted from the first.
+    seed
+        Seed of the random draws.
+    steps
+        Number of steps.
     """
     with np.load(path) as arrays:
-        routes_KLC, experts = arrays["routes"][:, :layers], int(arrays["num_experts"])
+        routes_KLC = arrays["routes"][:, :layers]
+        experts = int(arrays["num_experts"])
     rng = np.random.default_rng(seed)
     heat_TLE = np.zeros((steps, routes_KLC.shape[1], experts), dtype=np.int32)
     for step in range(steps):
@@ -61,7 +75,7 @@ def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS
 def heats(
     paths: Sequence[Path], tokens: Sequence[int], layers: int, seeds: Sequence[int], steps: int = STEPS
 ) -> Iterator[CellHeat]:
-    """All heats, seed by seed and batch size by batch size."""
+    """Yield all heats, by seed and then by batch size."""
     for seed, batch in product(seeds, tokens):
         for kind in KINDS:
             yield CellHeat(

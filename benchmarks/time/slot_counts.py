@@ -1,7 +1,7 @@
-"""Which number of slots is named for each heat and expert-parallel size, and whether it was right afterwards.
+"""Recommended number of slots for each heat and number of ranks, checked on later windows.
 
-As `eplb advise` does: each number of slots is decided for in every window, from what the one before it left. The first
-half of the windows served names a number; the second half says whether it was right.
+As in ``eplb advise``, a placement is decided in every window for each number of slots, starting from the previous
+placement. The first half of the measured windows determines the recommendation, and the second half checks it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,34 @@ from eplb_service.replay.advise import SAME_TIME, Option, cheapest
 from eplb_service.replay.policy import Setup
 
 NEAR = 0.01
-"""Part of the time by which a number of slots must be slower afterwards to have been wrong."""
-WINDOW, NAMING, JUDGING = 128, 6, 6
-"""Steps of a window, and windows that name a number of slots and that judge it, after one to place by."""
+"""Relative excess of time on later windows from which a recommendation counts as wrong."""
+WINDOW = 128
+"""Steps per window."""
+NAMING = 6
+"""Windows that determine the recommendation."""
+JUDGING = 6
+"""Windows that check the recommendation."""
 STEPS = WINDOW * (1 + NAMING + JUDGING)
 
 
 @dataclass(frozen=True)
 class Named:
-    """The slots named, by `eplb advise`'s rule on the first windows served, and what all took in the later ones.
+    """Number of slots that ``eplb advise`` would recommend, and the times of all numbers of slots on later windows.
 
     Parameters
     ----------
-    heat, tokens, ranks
-        Where.
+    heat
+        Name of the heat.
+    tokens
+        Tokens per step.
+    ranks
+        Number of ranks.
     slots
-        The number named.
+        Recommended slots per rank.
     later_us
-        Of each number of slots, microseconds of the slowest rank in each of the later windows.
+        Microseconds of the slowest rank in each later window, by slots per rank.
     seed
-        Of the heat.
+        Seed of the heat.
     """
 
     heat: str
@@ -51,40 +59,47 @@ class Named:
 
     @property
     def fastest(self) -> int:
-        """The slots that were fastest later."""
+        """Slots per rank with the shortest time on later windows."""
         return min(self.later_us, key=lambda slots: sum(self.later_us[slots]))
 
     @property
     def slower(self) -> float:
-        """Part of the time that the slots named took more than the fastest."""
-        return self._more(self.slots, self.fastest)[0]
+        """Relative excess of the recommended slots' time over the fastest."""
+        return self._excess(self.slots, self.fastest)[0]
 
     @property
     def error(self) -> float:
-        """Standard error of that, over the windows."""
-        return self._more(self.slots, self.fastest)[1]
+        """Standard error of ``slower`` over the windows."""
+        return self._excess(self.slots, self.fastest)[1]
 
     def is_right(self, comparisons: int) -> bool:
-        """Whether, as one of so many, it is shown neither to be slower than the fastest nor to have slots for nothing.
+        """Return False if the recommended slots are significantly slower than the fastest, or more than necessary.
 
-        Slots are for nothing where fewer are shown to be as fast, up to what advice takes for the same time.
+        There are more slots than necessary if fewer are significantly no slower, within the tolerance of
+        ``eplb advise``.
+
+        Parameters
+        ----------
+        comparisons
+            Number of recommendations in the run, for the correction of the significance level.
         """
         errors = errors_allowed(len(self.later_us[self.slots]), comparisons)
         if self.slower > NEAR and self.slower > errors * self.error:
             return False
-        pairs = [self._more(slots, self.slots) for slots in self.later_us if slots < self.slots]
+        pairs = [self._excess(slots, self.slots) for slots in self.later_us if slots < self.slots]
         return not any(slower + errors * error <= SAME_TIME for slower, error in pairs)
 
-    def _more(self, slots: int, others: int) -> tuple[float, float]:
-        """Part of the time that some slots took more than others, and its standard error over the windows."""
-        others_W = np.array(self.later_us[others])
-        difference_W, mean = np.array(self.later_us[slots]) - others_W, float(others_W.mean())
+    def _excess(self, slots: int, baseline: int) -> tuple[float, float]:
+        """Return the relative excess of one number of slots' time over another's, and its standard error."""
+        baseline_W = np.array(self.later_us[baseline])
+        difference_W = np.array(self.later_us[slots]) - baseline_W
+        mean = float(baseline_W.mean())
         error = float(difference_W.std(ddof=1)) / len(difference_W) ** 0.5
         return float(difference_W.mean()) / mean, error / mean
 
 
 def named(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Named]:
-    """One for each expert-parallel size that the heat's experts fit; ``heat`` has ``STEPS`` steps."""
+    """Yield the recommendation for each number of ranks up to the number of experts; ``heat`` has ``STEPS`` steps."""
     experts = heat.heat_TLE.shape[2]
     for count in ranks:
         fewest = -(-experts // count)
@@ -95,7 +110,17 @@ def named(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Na
 
 
 def judged(heat: CellHeat, ranks: int, served: Mapping[int, npt.NDArray[np.float64]]) -> Named:
-    """What is named by the first half of ``served``, float64 microseconds of each window by slots, and how it did."""
+    """Determine the recommendation from the first half of the windows.
+
+    Parameters
+    ----------
+    heat
+        Heat that was measured.
+    ranks
+        Number of ranks.
+    served
+        float64 microseconds of the slowest rank in each window, by slots per rank.
+    """
     before = {slots: us_W[: len(us_W) // 2] for slots, us_W in served.items()}
     after = {slots: tuple(us_W[len(us_W) // 2 :].tolist()) for slots, us_W in served.items()}
     choice = cheapest([_option(slots, us_W) for slots, us_W in before.items()]).setup.slots
@@ -105,14 +130,15 @@ def judged(heat: CellHeat, ranks: int, served: Mapping[int, npt.NDArray[np.float
 def _served(
     heat_TLE: npt.NDArray[np.int32], ranks: int, slots: int, curve: CostCurve
 ) -> npt.NDArray[np.float64]:
-    """Microseconds of the slowest rank in each window but the first, each decided on the one before it."""
-    serving: Solution | None = None
+    """Return the slowest rank's microseconds in each window except the first; each is placed on the previous one."""
+    solution: Solution | None = None
     us = []
     for end in range(WINDOW, len(heat_TLE), WINDOW):
-        seen_TLE, coming_TLE = heat_TLE[end - WINDOW : end], heat_TLE[end : end + WINDOW]
-        started = {} if serving is None else {"placement": serving.phy2log, "log2phy": serving.log2phy}
-        serving = solve(seen_TLE, ranks, slots, **started, cost_curve=curve, threads=1)
-        us.append(float(slowest_us(coming_TLE, serving.phy2log, serving.log2phy, curve).mean()))
+        seen_TLE = heat_TLE[end - WINDOW : end]
+        coming_TLE = heat_TLE[end : end + WINDOW]
+        start = {} if solution is None else {"placement": solution.phy2log, "log2phy": solution.log2phy}
+        solution = solve(seen_TLE, ranks, slots, **start, cost_curve=curve, threads=1)
+        us.append(float(slowest_us(coming_TLE, solution.phy2log, solution.log2phy, curve).mean()))
     return np.array(us)
 
 

@@ -1,1 +1,1 @@
-"""Two real vLLM servers under the same drifting load, one balanced while it serves: ``make demo-vllm``."""
+"""Benchmark of two vLLM servers under the same drifting load, one of them balanced: ``make demo-vllm``."""

@@ -1,8 +1,8 @@
-"""Serves the embedded model by two real vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
+"""Serve the embedded model with two vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
 
-One is balanced by the agent and a real service, the other left alone. They take turns, so that neither has the better
-minutes of the machine. Exits with 1 where an answer differs, a request fails or no layer was switched, and with 2 where
-vLLM cannot be had.
+One server is balanced by the agent and a real service, the other is not balanced. They serve by turns, so that other
+load on the machine affects both equally. The exit code is 1 if an answer differs, a request fails or no layer was
+switched, and 2 if vLLM cannot be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.engines.openai_server import ServerError
 
 
 def main() -> int:
-    """Run with the settings of the command line; returns the exit code."""
+    """Run the benchmark with the command-line settings. Return the exit code."""
     arguments = _arguments()
     console = Console()
     with contextlib.ExitStack() as stack:
@@ -37,15 +37,15 @@ def main() -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eplb-vllm-")))
             site = make_agent_site(folder)
         except (pytest.skip.Exception, subprocess.CalledProcessError) as reason:
-            return _fail(console, f"vLLM with the agent cannot be had: {reason}", 2)
+            return _fail(console, f"vLLM with the agent cannot be installed: {reason}", 2)
         try:
-            found = serve_both(python, site, arguments, folder, console)
+            results = serve_both(python, site, arguments, folder, console)
         except (ServerError, grpc.RpcError) as error:
             return _fail(console, str(error), 1)
-    console.print(summary(found))
+    console.print(summary(results))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    reason = complaint(found, arguments.beside)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    reason = complaint(results, arguments.beside)
     return 0 if reason is None else _fail(console, reason, 1)
 
 
@@ -54,13 +54,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of each server (2)")
     parser.add_argument("--redundant", type=int, default=8, help="redundant expert slots per layer (8)")
     parser.add_argument("--requests", type=int, default=192, help="requests to each server (192)")
-    parser.add_argument("--rounds", type=int, default=8, help="turns in which they are sent (8)")
-    parser.add_argument("--clients", type=int, default=16, help="requests at a time (16)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--rounds", type=int, default=8, help="turns in which the requests are sent (8)")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent requests (16)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
     parser.add_argument(
-        "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does (deciding)"
+        "--beside", choices=BESIDE, default=BESIDE[0], help="behaviour of the service (deciding)"
     )
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
+    parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     return parser.parse_args()
 
 

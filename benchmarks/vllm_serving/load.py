@@ -1,4 +1,4 @@
-"""Requests whose domains drift, sent to an OpenAI server by a fixed number of clients, every token with its time."""
+"""Requests with drifting domains, sent to an OpenAI server by a fixed number of clients; every token is timed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,30 @@ from eplb_lab.model.serving import Traffic
 from tests.engines.openai_server import ServerError, streamed_choices
 
 _TEMPERATURE = 0.8
-"""The likeliest byte alone soon loops; with a seed per request, draws are the same on every server."""
+"""Sampling temperature. Greedy decoding soon loops. A seed per request makes the draws equal on both servers."""
 _CANDIDATES = 5
-"""Likeliest tokens whose log-probabilities are asked for."""
+"""Number of most likely tokens whose log-probabilities are requested."""
 _ANSWER_SECONDS = 120.0
-_MIN_TOKENS, _MORE_TOKENS, _STRIDE = 64, 80, 37
+_MIN_TOKENS = 64
+_TOKEN_RANGE = 80
+_STRIDE = 37
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request: its place in the load, which seeds the draws, its phase, its text, and the tokens to generate."""
+    """One request.
+
+    Parameters
+    ----------
+    number
+        Position in the load, which is also the seed of the draws.
+    phase
+        Name of the phase of the load.
+    prompt
+        Text of the prompt.
+    tokens
+        Number of tokens to generate.
+    """
 
     number: int
     phase: str
@@ -29,9 +43,18 @@ class Request:
 
 @dataclass
 class Answer:
-    """A completion: the bytes generated, and when each came in seconds after the request; or why it failed.
+    """Completion of one request.
 
-    ``candidates`` are log-probabilities of the likeliest tokens and of the drawn one, by token, for each byte.
+    Parameters
+    ----------
+    token_ids
+        Generated tokens, one per byte.
+    candidates
+        For each token, the log-probabilities of the most likely tokens and of the drawn one.
+    times
+        Arrival of each token, in seconds after the request.
+    error
+        Reason for a failure; ``None`` if the request succeeded.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -41,26 +64,26 @@ class Answer:
 
 
 def drifting_requests(count: int, seed: int) -> list[Request]:
-    """The whole load in order; the same for the same seed."""
+    """Return the load in order, which depends only on the count and the seed."""
     traffic = Traffic(count, rank=0, seed=seed)
     requests = []
     for number in range(count):
         _, prompt = traffic.request(number, row=0)
         phase = traffic.phases[traffic.phase(number)]
-        # Of different lengths, so that requests do not begin and end together.
-        tokens = _MIN_TOKENS + number * _STRIDE % _MORE_TOKENS
+        # Answers have different lengths, so that requests do not begin and end at the same time.
+        tokens = _MIN_TOKENS + number * _STRIDE % _TOKEN_RANGE
         requests.append(Request(number, phase, prompt.decode(), tokens))
     return requests
 
 
 def send_all(port: int, requests: Sequence[Request], clients: int) -> list[Answer]:
-    """Answers in order of ``requests``; each client sends its next one when the last is answered."""
+    """Send all requests and return their answers in the same order; each client has one request open at a time."""
     with ThreadPoolExecutor(max_workers=clients, thread_name_prefix="client") as pool:
         return list(pool.map(lambda request: send(port, request), requests))
 
 
 def send(port: int, request: Request) -> Answer:
-    """Send one request and read the answer token by token; what fails is in the answer."""
+    """Send one request and read the answer token by token. A failure is recorded in ``Answer.error``."""
     body = {
         "prompt": request.prompt,
         "max_tokens": request.tokens,

@@ -1,4 +1,4 @@
-"""The run itself: a service, both servers, and the rounds of requests that they get in turns."""
+"""The run: a service, two servers, and the rounds of requests that are sent to the servers by turns."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _NEVER = 10**9
 def serve_both(
     python: Path, site: Path, options: Namespace, folder: Path, console: Console
 ) -> dict[str, Any]:
-    """Run all rounds, and return the figures.
+    """Run all rounds and return the figures. Raises ``ServerError`` if a server does not start.
 
     Parameters
     ----------
-    python, site
-        Interpreter of vLLM's environment, and the folder with the agent for its ``PYTHONPATH``.
+    python
+        Interpreter of vLLM's environment.
+    site
+        Folder with the agent, for the ``PYTHONPATH`` of that environment.
     options
-        The command line.
+        Command-line options.
     folder
-        Where logs go.
+        Folder for the logs.
     console
-        Where progress is shown.
-
-    Raises ``ServerError`` where a server does not start.
+        Console for the progress.
     """
     rounds = rounds_of(options.requests, options.rounds, options.seed)
     beside = options.beside
@@ -77,14 +77,18 @@ def serve_both(
         with contextlib.ExitStack() as running:
             servers = {
                 kind: running.enter_context(
-                    OpenAiServer(python, folder / f"{kind}.log", EMBEDDED, command, environment(site, found))
+                    OpenAiServer(
+                        python, folder / f"{kind}.log", EMBEDDED, command, environment(site, variables)
+                    )
                 )
-                for kind, found in ((ALONE, {}), (BALANCED, agent))
+                for kind, variables in ((ALONE, {}), (BALANCED, agent))
             }
             for kind, server in servers.items():
-                console.print(f"vLLM starts, {kind}: {options.ranks} ranks on CPU; about a minute")
+                console.print(
+                    f"starting vLLM, {kind}: {options.ranks} ranks on CPU; this takes about a minute"
+                )
                 server.wait_until_healthy()
-            console.print("both compile what their first requests need")
+            console.print("warming up: both servers compile their kernels on the first requests")
             with contextlib.nullcontext() if beside == NOTHING else watched.left_alone(beside != RESTING):
                 for server in servers.values():
                     send_all(
@@ -97,14 +101,14 @@ def serve_both(
 
 
 def rounds_of(requests: int, rounds: int, seed: int) -> list[Round]:
-    """The load cut into rounds, nothing answered yet."""
-    everything = drifting_requests(requests, seed)
+    """Divide the load into rounds that have no answers yet."""
+    load = drifting_requests(requests, seed)
     edges = [requests * turn // rounds for turn in range(rounds + 1)]
-    return [Round(everything[first:last]) for first, last in itertools.pairwise(edges)]
+    return [Round(load[first:last]) for first, last in itertools.pairwise(edges)]
 
 
 def server_options(ranks: int, redundant: int, sequences: int) -> list[str]:
-    """Command line of an expert-parallel server whose own balancer never comes to act."""
+    """Return the options of an expert-parallel server whose own balancer never runs."""
     eplb = {"num_redundant_experts": redundant, "use_async": False, "step_interval": _NEVER}
     flags = ["--enable-expert-parallel", "--enable-eplb", "--no-enable-prefix-caching"]
     return [
@@ -114,7 +118,7 @@ def server_options(ranks: int, redundant: int, sequences: int) -> list[str]:
 
 
 def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
-    """Environment of a server; ``agent`` holds the agent's variables, none to leave it alone."""
+    """Return the environment of a server; ``agent`` holds the agent's variables and is empty without an agent."""
     on_cpu = engine_environment(site, VLLM_NO_USAGE_STATS="1")
     return {name: value for name, value in on_cpu.items() if not name.startswith("EPLB_")} | agent
 
@@ -122,19 +126,19 @@ def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
 def _take_turns(
     rounds: list[Round], servers: dict[str, OpenAiServer], clients: int, watched: Watched, console: Console
 ) -> None:
-    """Send each round to both servers, first to the one and then to the other, in turns."""
+    """Send each round to both servers, alternating which one is first."""
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("rounds", total=len(rounds) * len(KINDS))
-        for number, part in enumerate(rounds):
+        for number, turn in enumerate(rounds):
             for kind in KINDS if number % 2 else reversed(KINDS):
-                progress.update(task, description=f"{part.phase}, {kind}")
-                part.answers[kind] = send_all(servers[kind].port, part.requests, clients)
+                progress.update(task, description=f"{turn.phase}, {kind}")
+                turn.answers[kind] = send_all(servers[kind].port, turn.requests, clients)
                 progress.advance(task)
-            console.print(f"{part.line()}\n{watched.line}", highlight=False, soft_wrap=True)
+            console.print(f"{turn.line()}\n{watched.line}", highlight=False, soft_wrap=True)
 
 
 class Watched:
-    """The service's view of the balanced deployment, asked for a few times per second."""
+    """The service's status of the balanced deployment, polled a few times per second."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -145,9 +149,14 @@ class Watched:
 
     @contextlib.contextmanager
     def left_alone(self, plan_after: bool = True) -> Iterator[None]:
-        """Plan nothing within it, or ever, and end once balance without a switch has been seen.
+        """Pause planning while the context lasts, and leave it once the PAR before any switch has been observed.
 
-        On a busy machine the first layers would otherwise have switched before anybody asked.
+        Without the pause, a layer could switch before the first poll on a busy machine.
+
+        Parameters
+        ----------
+        plan_after
+            True to resume planning at the end.
         """
         with contextlib.suppress(grpc.RpcError):
             self._service.pause(DEPLOYMENT)
@@ -162,17 +171,17 @@ class Watched:
                     self._service.resume(DEPLOYMENT)
 
     def par(self) -> dict[str, float]:
-        """PAR of the last window before a layer switched, the mean since, and the steps counted in all."""
+        """Return the PAR of the last window before the first switch, the mean PAR since, and the number of steps."""
         after = float(np.mean(self._after)) if self._after else math.nan
         return {"before": self._before, "after": after, "steps": self._steps}
 
     def ask(self) -> None:
-        """Take the newest status; none where no agent has come yet."""
+        """Poll the status, ignoring errors because the agent may not have connected yet."""
         with contextlib.suppress(grpc.RpcError):
             self.take(self._service.status(DEPLOYMENT).status)
 
     def take(self, status: DeploymentStatus) -> None:
-        """Take a status; one without new steps adds nothing to balance."""
+        """Record a status. The PAR is recorded only if the status includes new steps."""
         self.line = (
             f"service: PAR {status.par:.3f} of the last {status.window_steps} steps, "
             f"{status.layers_switched} layers switched, {status.experts_moved} experts moved "
@@ -187,7 +196,7 @@ class Watched:
             self._after.append(status.par)
 
     def switched(self) -> dict[str, int]:
-        """Figures of the switches so far; zeros where no agent has come."""
+        """Return the figures of the switches so far, which are zero if no agent has connected."""
         status = DeploymentStatus()
         with contextlib.suppress(grpc.RpcError):
             status = self._service.status(DEPLOYMENT).status
@@ -197,8 +206,9 @@ class Watched:
 
 @contextlib.contextmanager
 def watching(service: Service) -> Iterator[Watched]:
-    """The service's status, asked for on a thread while the context lasts."""
-    watched, over = Watched(service), threading.Event()
+    """Poll the service's status on a thread while the context lasts."""
+    watched = Watched(service)
+    over = threading.Event()
 
     def ask() -> None:
         while not over.wait(_SECONDS_BETWEEN_QUESTIONS):

@@ -1,4 +1,4 @@
-"""Two servers' answers to the same requests: whether they are the same, how long tokens took, and what a run shows."""
+"""Comparison of two servers' answers to the same requests: equality, latency and the summary of a run."""
 
 from __future__ import annotations
 
@@ -16,73 +16,80 @@ from benchmarks.vllm_serving.load import Answer, Request
 ALONE, BALANCED = "alone", "balanced"
 KINDS = (ALONE, BALANCED)
 DECIDING, KEEPING, RESTING, NOTHING = BESIDE = ("deciding", "keeping", "resting", "nothing")
-"""The service beside the balanced server: decides and moves; decides, moves nothing; does not decide; is not there."""
+"""Behaviour of the service: it decides and moves experts, decides but moves nothing, does not decide, or is absent."""
 MOST_SPLIT_DRAWS = 0.02
-"""Part of the requests of which float32 may decide a draw; it is far rarer than that."""
+"""Maximum fraction of requests in which float32 rounding may change a draw; the actual fraction is far smaller."""
 _DRAWS = 2000
 MOST_ROUNDING = 1e-3
-"""Largest difference of two log-probabilities that float32 explains; a wrong expert changes them by tenths and more."""
+"""Largest difference of two log-probabilities that float32 rounding can cause; a wrong expert changes them by 0.1 or
+more."""
 
 
 @dataclass
 class Round:
-    """Requests that both servers get one after the other, and their answers by kind of server."""
+    """Requests sent to both servers by turns, and their answers by kind of server."""
 
     requests: Sequence[Request]
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
     @property
     def phase(self) -> str:
-        """What most of them ask about."""
+        """Phase of the request in the middle of the round."""
         return self.requests[len(self.requests) // 2].phase
 
     def timed_pairs(self) -> list[tuple[Answer, Answer]]:
-        """Answers of both servers to each request that neither failed, balanced first."""
+        """Return the pairs of answers in which both servers succeeded, the balanced server first."""
         pairs = zip(self.answers[BALANCED], self.answers[ALONE], strict=True)
-        return [pair for pair in pairs if all(one.error is None and len(one.times) > 1 for one in pair)]
+        return [
+            pair for pair in pairs if all(answer.error is None and len(answer.times) > 1 for answer in pair)
+        ]
 
     def line(self) -> str:
-        """The round in one line."""
+        """Return the round's result as one line of text."""
         same = compare(self.answers[ALONE], self.answers[BALANCED])
         times = (f"{kind} {latency(self.answers[kind])['token_p50']:.1f} ms per token" for kind in KINDS)
         return f"{self.phase}: {same['identical']}/{same['requests']} identical; {'; '.join(times)}"
 
 
-def compare(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
-    """Compare answers to the same requests.
+def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]:
+    """Compare two servers' answers to the same requests.
 
-    Returns ``requests``; those answered ``identical`` to the last byte; ``split_draws``, which part where both servers
-    give the candidates the same log-probabilities within ``MOST_ROUNDING``, so that float32 decided the draw; those
-    that are otherwise ``different`` or failed; and the ``worst_difference`` of log-probabilities.
+    Returns
+    -------
+    dict
+        The number of ``requests``, and how many answers are ``identical``, ``split_draws`` and ``different``. In a
+        split draw both servers give the candidates the same log-probabilities within ``MOST_ROUNDING``, but rounding
+        changed the draw. Failed requests count as different. ``worst_difference`` is the largest difference of two
+        log-probabilities.
     """
-    gaps = [_largest_gap(one, other) for one, other in zip(some, others, strict=True)]
-    found = {"requests": len(some), "identical": 0, "split_draws": 0, "different": 0}
-    for one, other, gap in zip(some, others, gaps, strict=True):
-        if one.error or other.error or gap > MOST_ROUNDING:
-            found["different"] += 1
-        elif one.token_ids == other.token_ids:
-            found["identical"] += 1
+    gaps = [_largest_gap(*pair) for pair in zip(first, second, strict=True)]
+    counts = {"requests": len(first), "identical": 0, "split_draws": 0, "different": 0}
+    for answer, counterpart, gap in zip(first, second, gaps, strict=True):
+        if answer.error or counterpart.error or gap > MOST_ROUNDING:
+            counts["different"] += 1
+        elif answer.token_ids == counterpart.token_ids:
+            counts["identical"] += 1
         else:
-            found["split_draws"] += 1
-    return found | {"worst_difference": max(gaps, default=0.0)}
+            counts["split_draws"] += 1
+    return counts | {"worst_difference": max(gaps, default=0.0)}
 
 
-def _largest_gap(one: Answer, other: Answer) -> float:
-    """Largest difference of two log-probabilities, up to the token at which the answers part, that one included."""
+def _largest_gap(first: Answer, second: Answer) -> float:
+    """Return the largest difference of two log-probabilities, up to and including the first token that differs."""
     largest = 0.0
-    for place, (here, there) in enumerate(zip(one.candidates, other.candidates, strict=False)):
-        shared = here.keys() & there.keys()
-        # Candidates of nearly the same probability may change places; most of them are the same all the same.
-        if len(shared) < len(here) // 2:
+    for index, (first_logs, second_logs) in enumerate(zip(first.candidates, second.candidates, strict=False)):
+        shared = first_logs.keys() & second_logs.keys()
+        # Rounding may exchange a few candidates of almost equal probability, but at least half must be the same.
+        if len(shared) < len(first_logs) // 2:
             return float("inf")
-        largest = max(largest, *(abs(here[token] - there[token]) for token in shared))
-        if one.token_ids[place] != other.token_ids[place]:
+        largest = max(largest, *(abs(first_logs[token] - second_logs[token]) for token in shared))
+        if first.token_ids[index] != second.token_ids[index]:
             break
     return largest
 
 
 def latency(answers: Iterable[Answer]) -> dict[str, float]:
-    """Milliseconds to the first token and per token, median and 99th percentile; NaN without a good answer."""
+    """Return the milliseconds to the first token and per token, median and 99th percentile; NaN without answers."""
     good = [answer.times for answer in answers if answer.error is None]
     seconds = {
         "first": [times[0] for times in good if times],
@@ -96,12 +103,12 @@ def latency(answers: Iterable[Answer]) -> dict[str, float]:
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Time to the first token and per token of the balanced server over the other's, from the medians of all requests.
+    """Return the ratios of the balanced server's median latencies to the unbalanced server's.
 
-    From ``low`` to ``high`` it is in 95 of 100 sets of rounds drawn again, with replacement: requests of one turn share
-    its minute of the machine, whose two turns are beside each other and change places from round to round.
+    ``low`` and ``high`` bound the 95 % confidence interval of a bootstrap over rounds. Rounds are resampled instead of
+    requests because the requests of a round share the same load on the machine.
     """
-    pairs_by_round = [pairs for part in rounds if (pairs := part.timed_pairs())]
+    pairs_by_round = [pairs for turn in rounds if (pairs := turn.timed_pairs())]
     if not pairs_by_round:
         return []
     drawn = np.random.default_rng(0).integers(0, len(pairs_by_round), (_DRAWS, len(pairs_by_round)))
@@ -109,53 +116,57 @@ def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
         "time to first token": lambda answer: answer.times[0],
         "time per token": lambda answer: float(np.mean(np.diff(answer.times))),
     }
-    found = []
-    for name, of in seconds.items():
-        by_round = [np.array([[of(one) for one in pair] for pair in pairs]) for pairs in pairs_by_round]
-        low, high = np.quantile([_ratio([by_round[one] for one in draw]) for draw in drawn], [0.025, 0.975])
-        ends = {"ratio": _ratio(by_round), "low": float(low), "high": float(high)}
-        found.append({"name": f"{name}, balanced / alone"} | ends)
-    return found
+    rows = []
+    for name, latency_of in seconds.items():
+        by_round = [
+            np.array([[latency_of(answer) for answer in pair] for pair in pairs]) for pairs in pairs_by_round
+        ]
+        low, high = np.quantile(
+            [_ratio([by_round[index] for index in draw]) for draw in drawn], [0.025, 0.975]
+        )
+        interval = {"ratio": _ratio(by_round), "low": float(low), "high": float(high)}
+        rows.append({"name": f"{name}, balanced / alone"} | interval)
+    return rows
 
 
 def _ratio(by_round: Sequence[npt.NDArray[np.float64]]) -> float:
-    """Ratio of medians of pairs of seconds, float64 ``[P, 2]`` of each round."""
-    some, others = np.median(np.concatenate(by_round), axis=0)
-    return float(some / others)
+    """Return the ratio of the medians over all rounds, each float64 ``[P, 2]`` with a pair of latencies per row."""
+    balanced, unbalanced = np.median(np.concatenate(by_round), axis=0)
+    return float(balanced / unbalanced)
 
 
 def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, float]) -> dict[str, Any]:
-    """Everything that ``--json`` writes: ``switched`` and ``par`` are the service's."""
-    everything = {kind: [answer for part in rounds for answer in part.answers[kind]] for kind in KINDS}
+    """Return the content of the ``--json`` file; ``switched`` and ``par`` come from the service."""
+    answers = {kind: [answer for turn in rounds for answer in turn.answers[kind]] for kind in KINDS}
     return {
-        **compare(everything[ALONE], everything[BALANCED]),
-        "failed": {kind: sum(answer.error is not None for answer in everything[kind]) for kind in KINDS},
-        "tokens": {kind: sum(len(answer.token_ids) for answer in everything[kind]) for kind in KINDS},
+        **compare(answers[ALONE], answers[BALANCED]),
+        "failed": {kind: sum(answer.error is not None for answer in answers[kind]) for kind in KINDS},
+        "tokens": {kind: sum(len(answer.token_ids) for answer in answers[kind]) for kind in KINDS},
         **switched,
         "par": par,
-        "latency_ms": {kind: latency(everything[kind]) for kind in KINDS},
+        "latency_ms": {kind: latency(answers[kind]) for kind in KINDS},
         "latency_ratios": ratios(rounds),
     }
 
 
 def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
-    """Why a run beside such a service does not show what it should, or ``None``."""
+    """Return the reason why a run fails, or ``None``; ``beside`` is the behaviour of the service."""
     if failed := sum(found["failed"].values()):
         return f"{failed} requests failed"
     if found["different"]:
         return f"{found['different']} of {found['requests']} answers differ from vLLM's own"
     if found["split_draws"] > max(1, MOST_SPLIT_DRAWS * found["requests"]):
-        return f"{found['split_draws']} of {found['requests']} answers part at a draw: more than rounding explains"
+        return f"{found['split_draws']} of {found['requests']} answers differ after a draw: more than rounding explains"
     if beside == DECIDING and found["layers_switched"] == 0:
         return "no layer was switched; send more --requests"
     return None
 
 
 def summary(found: dict[str, Any]) -> Table:
-    """The figures as a table."""
+    """Return the figures as a table."""
     same = f"{found['identical']} of {found['requests']} requests, {found['tokens'][BALANCED]} tokens"
     if found["split_draws"]:
-        same += f"; {found['split_draws']} more part at a draw that float32 decided"
+        same += f"; {found['split_draws']} more differ only after a draw that float32 rounding changed"
     rows = {
         "identical text": same,
         "largest log-probability difference": f"{found['worst_difference']:.2g}",

@@ -169,7 +169,7 @@ def test_a_source_tree_has_the_same_fingerprints_as_an_installed_engine(engine, 
     assert engine_fingerprints.moved(tmp_path, fingerprints) == {
         "toy_engine:State.near": "has another body",
         "toy_engine:State.step": "takes (a, b, rest, named)",
-        "toy_engine:gone": "is not there",
+        "toy_engine:gone": "is missing",
     }
 
 

@@ -98,11 +98,11 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
         ({}, set()),
         ({"cpu_percent": 12.0}, {"cost 10 %"}),
         ({"ranks": 64, "cpu_percent": 12.0}, set()),
-        ({"steps_per_second": 10.0}, {"cost 10 %", "steps are put"}),
+        ({"steps_per_second": 10.0}, {"cost 10 %", "steps are assembled"}),
         ({"lost_steps": 1}, {"no step is"}),
         ({"dropped_steps": 1}, {"no step is"}),
-        ({"joining": Holds(cpu=0.11)}, {"nothing holds the"}),
-        ({"deciding": Holds(cpu=0.11)}, {"nothing holds the"}),
+        ({"joining": Holds(cpu=0.11)}, {"no callback blocks"}),
+        ({"deciding": Holds(cpu=0.11)}, {"no callback blocks"}),
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows by"}),
         ({"plan_ms": None}, {"the first plan"}),
         ({"plan_ms": (1.0, 9.0, 5001.0)}, {"the first plan"}),
@@ -110,7 +110,7 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
         ({"seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 80.0}, set()),
         (
             {"ranks": 64, "seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 1280.0},
-            {"steps are put"},
+            {"steps are assembled"},
         ),
         # A short run says nothing of rate and memory, but names losses.
         (

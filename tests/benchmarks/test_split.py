@@ -82,4 +82,4 @@ def test_one_step_that_ends_further_than_a_token_above_misses_the_target_of_its_
     ]
     four, eight = of_exactness(found)
     assert (four.met, eight.met) == (False, True)
-    assert four.found == "0.75, at most 1.5; 75.0% of steps within one"
+    assert four.found == "0.75, at most 1.5; 75.0% of steps within one token"

@@ -1,1 +1,1 @@
-"""The Grafana dashboard as code: ``python -m tools.dashboard`` writes it, and a test holds the file to it."""
+"""Grafana dashboard as code: ``python -m tools.dashboard`` writes the file, and a test compares it."""

@@ -1,4 +1,4 @@
-"""Writes the dashboard, and the alerts once more in the form of the Prometheus operator."""
+"""Write the dashboard, and the alerts as an object of the Prometheus operator."""
 
 from tools.dashboard.layout import PATH, text
 from tools.dashboard.operator_rules import RULES_PATH, operator_rules

@@ -1,4 +1,4 @@
-"""Lays the panels of rows.yaml out as Grafana reads a dashboard."""
+"""Grafana dashboard with the panels of ``rows.yaml``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import yaml
 
 PATH = Path(__file__).parents[2] / "deploy/grafana/dashboards/eplb.json"
 _ROWS = Path(__file__).parent / "rows.yaml"
-_WORDS = {
+_PLACEHOLDERS = {
     "WHO": "{{deployment}} @ {{instance}}",
     "CHOSEN": 'deployment=~"$deployment", instance=~"$instance"',
     "INSTANCE": 'instance=~"$instance"',
     "INTERVAL": "$__rate_interval",
 }
-"""Stand-ins in the queries and legends of rows.yaml."""
+"""Placeholders in the queries and legends of ``rows.yaml``, with their replacements."""
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH = 24
 _LINE = {"drawStyle": "line", "lineWidth": 2, "fillOpacity": 0, "showPoints": "never", "spanNulls": False}
@@ -56,7 +56,7 @@ def dashboard() -> dict[str, Any]:
     variables = [
         {**datasource, "current": {}, "hide": 0},
         _variable("instance", "Service", "eplb_build_info"),
-        _variable("deployment", "Deployment", f"eplb_agents_connected{{{_WORDS['INSTANCE']}}}"),
+        _variable("deployment", "Deployment", f"eplb_agents_connected{{{_PLACEHOLDERS['INSTANCE']}}}"),
     ]
     return {
         "uid": "eplb",
@@ -118,7 +118,7 @@ def _panels() -> list[dict[str, Any]]:
     return panels
 
 
-def _panel(panel: dict[str, Any], number: int, place: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: dict[str, Any], number: int, grid_position: dict[str, int]) -> dict[str, Any]:
     kind = panel.get("kind", "timeseries")
     return {
         "id": number,
@@ -126,15 +126,15 @@ def _panel(panel: dict[str, Any], number: int, place: dict[str, int]) -> dict[st
         "title": panel["title"],
         "description": panel["text"],
         "datasource": _DATASOURCE,
-        "gridPos": place,
+        "gridPos": grid_position,
         "fieldConfig": {"defaults": _defaults(panel, kind), "overrides": []},
         "options": _OPTIONS[kind],
         "targets": [
             {
                 "refId": chr(ord("A") + index),
                 "datasource": _DATASOURCE,
-                "expr": _written_out(query),
-                "legendFormat": _written_out(legend),
+                "expr": _expand(query),
+                "legendFormat": _expand(legend),
                 "instant": kind == "stat",
                 "range": kind != "stat",
             }
@@ -164,5 +164,5 @@ def _defaults(panel: dict[str, Any], kind: str) -> dict[str, Any]:
     return defaults
 
 
-def _written_out(template: str) -> str:
-    return re.sub("|".join(_WORDS), lambda word: _WORDS[word[0]], template)
+def _expand(template: str) -> str:
+    return re.sub("|".join(_PLACEHOLDERS), lambda word: _PLACEHOLDERS[word[0]], template)

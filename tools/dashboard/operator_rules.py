@@ -1,4 +1,4 @@
-"""The alerts of deploy/prometheus/rules.yml as the object that the Prometheus operator reads."""
+"""Alerts of ``deploy/prometheus/rules.yml`` as a ``PrometheusRule`` object of the Prometheus operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ spec:
 
 
 def operator_rules() -> str:
-    """The file's content: the groups, one level deeper."""
+    """Return the file's content: the rule groups, indented below the object's ``spec``."""
     rules = (_DEPLOY / "prometheus/rules.yml").read_text()
     groups = rules[rules.index("groups:") :]
     return _HEAD + "".join(f"  {line}" if line.strip() else line for line in groups.splitlines(keepends=True))

@@ -1,1 +1,1 @@
-"""References of the docs site, generated from the commands and settings classes themselves."""
+"""Reference pages of the docs site, generated from the commands, the settings classes and the metrics."""

@@ -1,4 +1,4 @@
-"""The reference of the command line, from the commands themselves."""
+"""Reference page of the command line, generated from the commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from tools.docs_reference.markdown import code, escaped, plain, table
 
 
 class Option(NamedTuple):
-    """One option or argument of a command, each text empty where there is none.
+    """Option or argument of a command. Texts that do not apply are empty.
 
-    ``flags`` are as written in a shell, of an argument its name in capitals; ``value`` is what follows the flag, as
-    ``PATH``; ``variable`` the environment variable that sets it too; ``section`` its heading in ``--help``.
+    Parameters
+    ----------
+    flags
+        Flags as written in a shell; for an argument, its name in capitals.
+    value
+        Placeholder of the value, such as ``PATH``.
+    default
+        Default value as text, or ``required``.
+    variable
+        Environment variable that also sets the option.
+    help
+        Help text.
+    section
+        Heading in ``--help``.
     """
 
     flags: tuple[str, ...]
@@ -24,7 +36,7 @@ class Option(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command: its full name such as ``eplb trace stats``, its help, its options in order, and examples."""
+    """Command with its full name, such as ``eplb trace stats``, its help, its options in order, and its examples."""
 
     name: str
     help: str
@@ -33,12 +45,12 @@ class Command(NamedTuple):
 
 
 def commands() -> Iterator[Command]:
-    """Every command of ``eplb``, subcommands included, in the order of ``eplb --help``."""
+    """Yield every command of ``eplb``, including subcommands, in the order of ``eplb --help``."""
     from eplb_service.cli.main import COMMANDS, EXAMPLES, load_command
 
     for top in COMMANDS:
         parser = load_command(top)
-        children = {f"eplb {top} {child}": one for child, one in getattr(parser, "commands", {}).items()}
+        children = {f"eplb {top} {name}": child for name, child in getattr(parser, "commands", {}).items()}
         for name, command in (children or {f"eplb {top}": parser}).items():
             options = tuple(_option(parameter) for parameter in command.params if parameter.name != "help")
             examples = tuple(line for line in EXAMPLES if f"{line} ".startswith(f"{name} "))
@@ -50,7 +62,9 @@ def _option(parameter: Any) -> Option:
     flags = [parameter.name.upper()] if is_argument else [*parameter.opts, *parameter.secondary_opts]
     default = "" if parameter.default is None or callable(parameter.default) else str(parameter.default)
     if isinstance(parameter.default, bool):
-        default = ("on" if parameter.default else "off") if parameter.secondary_opts else ""
+        default = ""
+        if parameter.secondary_opts:
+            default = "on" if parameter.default else "off"
     return Option(
         flags=tuple(flags),
         value="" if is_argument or parameter.is_flag else str(parameter.metavar),
@@ -62,27 +76,28 @@ def _option(parameter: Any) -> Option:
 
 
 def cli_page() -> str:
-    """``reference/cli.md``."""
-    parts = [
+    """Return the text of ``reference/cli.md``."""
+    sections = [
         "# Command line\n\n"
-        "Generated from the commands themselves; `eplb COMMAND --help` says the same. A mistake in arguments, files or "
-        "addresses ends with one line on stderr and exit code 2.\n\n"
-        "| exit code | means |\n|---|---|\n"
-        "| 0 | done |\n"
-        "| 1 | what was asked for did not hold: outputs of a demo that differ, a lease that was lost |\n"
-        "| 2 | something to correct: arguments, files, addresses, a full disk |\n"
-        "| 130, 141 | Ctrl-C; the reader of the output has left |\n\n"
-        "`eplb --install-completion` completes commands and options in bash, zsh and fish, from the next shell on; "
-        "`eplb --show-completion` prints the script instead. A mistyped command is answered with those that are near."
+        "This page is generated from the commands; `eplb COMMAND --help` prints the same. An error in arguments, files "
+        "or addresses prints one line on stderr and exits with code 2.\n\n"
+        "| exit code | meaning |\n|---|---|\n"
+        "| 0 | success |\n"
+        "| 1 | the result is negative, for example if the outputs of a demo differ or the lease was lost |\n"
+        "| 2 | an error to correct in arguments, files or addresses, or a full disk |\n"
+        "| 130, 141 | interrupted by Ctrl-C; the reader of the output has closed the pipe |\n\n"
+        "`eplb --install-completion` installs completion of commands and options for bash, zsh and fish, which is "
+        "active in the next shell. `eplb --show-completion` prints the script instead. After a mistyped command, "
+        "`eplb` suggests similar ones."
     ]
     for command in commands():
-        parts.append(f"## {command.name}\n\n{escaped(command.help)}\n")
-        parts.append("\n".join(["```", *command.examples, "```\n"]))
+        sections.append(f"## {command.name}\n\n{escaped(command.help)}\n")
+        sections.append("\n".join(["```", *command.examples, "```\n"]))
         for section in sorted(dict.fromkeys(option.section for option in command.options), key=bool):
-            parts.append(f"**{section}**\n" if section else "")
+            sections.append(f"**{section}**\n" if section else "")
             rows = [_row(option) for option in command.options if option.section == section]
-            parts.append(table(("option", "default", "meaning"), rows))
-    return "\n".join(parts) + "\n"
+            sections.append(table(("option", "default", "meaning"), rows))
+    return "\n".join(sections) + "\n"
 
 
 def _row(option: Option) -> tuple[str, str, str]:

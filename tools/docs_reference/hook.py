@@ -1,6 +1,6 @@
-"""The hook of MkDocs (`hooks` in mkdocs.yml) by which `make docs` has the generated pages.
+"""MkDocs hook that adds the generated pages to the site (see ``hooks`` in ``mkdocs.yml``).
 
-It adds them, and those files of the repository's root that are pages of the site too.
+It also adds the files of the repository's root that are pages of the site.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# MkDocs loads this file by its path, from wherever it was started.
+# MkDocs loads this file by its path, so the repository's root may not be on the import path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.docs_reference.site_pages import ROOT, ROOT_PAGES, generated_pages
@@ -28,10 +28,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page of ``docs/`` as it is in the site (called by MkDocs).
+    """Return the Markdown of a page of ``docs/`` for the site (called by MkDocs).
 
-    Pages link to files of the repository's root as GitHub resolves the links; in the site these are links to its pages.
-    A line ``# examples/NAME.py`` becomes that file.
+    In the repository, pages link to files of its root. These links are replaced by links to the site's pages. A line
+    ``# examples/NAME.py`` is replaced by the content of that file.
     """
     for name, path in ROOT_PAGES.items():
         markdown = re.sub(

@@ -1,4 +1,4 @@
-"""Tables, and text of programs between Markdown."""
+"""Markdown of tables, code and plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import re
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table with these columns."""
+    r"""Return a Markdown table.
+
+    Examples
+    --------
+    >>> print(table(("option", "default"), [("--ranks", "8")]), end="")
+    | option | default |
+    | --- | --- |
+    | --ranks | 8 |
+    """
     lines = [head, tuple("---" for _ in head), *rows]
     return (
         "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -15,15 +23,15 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def code(text: str) -> str:
-    """A value as code; text for its absence as it is."""
+    """Return a value as Markdown code; ``required``, ``unset`` and the empty text are returned unchanged."""
     return f"`{text}`" if text and text not in {"required", "unset"} else text
 
 
 def escaped(text: str) -> str:
-    """Text of a program, safe between Markdown."""
+    """Escape the characters that Markdown would interpret; text that contains backticks is returned unchanged."""
     return re.sub(r"([<>*_\[\]])", r"\\\1", text) if "`" not in text else text
 
 
 def plain(text: str) -> str:
-    """One line for each paragraph."""
-    return "\n\n".join(" ".join(part.split()) for part in text.replace("\f", "").split("\n\n"))
+    """Join the lines of each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.replace("\f", "").split("\n\n"))

@@ -1,4 +1,4 @@
-"""The reference of the service's metrics, from the table that declares them."""
+"""Reference page of the service's metrics, generated from their declarations."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from tools.docs_reference.markdown import escaped, table
 
 
 def metrics_page() -> str:
-    """``reference/metrics.md``."""
+    """Return the text of ``reference/metrics.md``."""
     from eplb_service.telemetry.metrics import declared_series
 
-    parts = [
-        "# Metrics\n\nWhat `/metrics` of a service has, at the address of `--metrics`; generated from the registry. "
-        "A histogram's series end in `_bucket`, `_sum` and `_count`. What is not known, or not measured any more, has "
-        "no series. Beside these are the process' own: `eplb_process_cpu_seconds_total`, "
-        "`eplb_process_resident_memory_bytes` and others of that prefix.\n\n"
-        "The dashboard `deploy/grafana/dashboards/eplb.json` shows them, `deploy/prometheus/rules.yml` has alerts on "
-        "them, and the [Runbook](../runbook.md) what to do about those.\n"
+    sections = [
+        "# Metrics\n\nThe service exports these metrics under `/metrics` at the address of `--metrics`. This page is "
+        "generated from the registry. The series of a histogram end in `_bucket`, `_sum` and `_count`. A value that is "
+        "unknown or no longer measured has no series. The process metrics, such as `eplb_process_cpu_seconds_total` "
+        "and `eplb_process_resident_memory_bytes`, are exported as well.\n\n"
+        "The dashboard `deploy/grafana/dashboards/eplb.json` shows the metrics, `deploy/prometheus/rules.yml` defines "
+        "alerts on them, and the [Runbook](../runbook.md) describes the response to each alert.\n"
     ]
     for heading, series in declared_series().items():
         rows = [
@@ -27,5 +27,5 @@ def metrics_page() -> str:
             )
             for kind, name, labels, text in series
         ]
-        parts.append(f"## {heading}\n\n" + table(("metric", "kind", "labels", "meaning"), rows))
-    return "\n".join(parts)
+        sections.append(f"## {heading}\n\n" + table(("metric", "kind", "labels", "meaning"), rows))
+    return "\n".join(sections)

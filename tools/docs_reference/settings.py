@@ -1,4 +1,4 @@
-"""The reference of settings, from the classes that define them."""
+"""Reference page of the settings, generated from the classes that define them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.docs_reference.markdown import code, escaped, plain, table
 
 
 class Setting(NamedTuple):
-    """One setting of the service or of an agent, with the constraints that its value is checked against."""
+    """Setting of the service or of an agent; ``kind`` includes the bounds of the value."""
 
     name: str
     variable: str
@@ -22,36 +22,36 @@ class Setting(NamedTuple):
 
 
 def service_settings() -> list[Setting]:
-    """Every setting of ``eplb serve``: flag, variable and YAML key alike."""
+    """Return every setting of ``eplb serve``, each of which is a flag, an environment variable and a YAML key."""
     from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings
 
     return [_setting(name, ENVIRONMENT_PREFIX, field) for name, field in ServiceSettings.model_fields.items()]
 
 
 def agent_settings() -> list[Setting]:
-    """Every setting of an agent."""
+    """Return every setting of an agent."""
     from worker_agent.settings import AgentSettings
 
     return [_setting(name, "EPLB_AGENT_", field) for name, field in AgentSettings.model_fields.items()]
 
 
 def command_variables() -> dict[str, str]:
-    """Environment variables that commands read beside those of the settings, with the help of their options."""
-    of_settings = {setting.variable for setting in service_settings()}
+    """Return the commands' environment variables that are not service settings, with the help of their options."""
+    service_variables = {setting.variable for setting in service_settings()}
     return {
         option.variable: option.help
         for command in commands()
         for option in command.options
-        if option.variable and option.variable not in of_settings
+        if option.variable and option.variable not in service_variables
     }
 
 
 def _setting(name: str, prefix: str, field: Any) -> Setting:
     bounds = [
         f"{sign} {bound}"
-        for part in field.metadata
+        for constraint in field.metadata
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if (bound := getattr(part, attribute, None)) is not None
+        if (bound := getattr(constraint, attribute, None)) is not None
     ]
     kind = _kind(field.annotation)
     if field.default_factory is not None:
@@ -79,36 +79,44 @@ def _kind(annotation: Any) -> str:
 
 
 def settings_page() -> str:
-    """``reference/settings.md``."""
+    """Return the text of ``reference/settings.md``."""
     from eplb_core.planner.settings import PlannerSettings
 
     planner = set(PlannerSettings.__dataclass_fields__)
     service = service_settings()
-    parts = [
-        "# Settings\n\nGenerated from the settings classes; a test holds this page to them.\n",
-        "## Service\n\nEach is a flag of `eplb serve` (`listen` is `--listen`), an environment variable, and a key of "
-        "the YAML file given with `--config`. A flag goes before its variable, that before the file, that before the "
-        "default. An unknown variable that begins with `EPLB_`, or an unknown key, is an error.\n",
+    sections = [
+        "# Settings\n\nThis page is generated from the settings classes.\n",
+        "## Service\n\nEach setting is a flag of `eplb serve` (`listen` is `--listen`), an environment variable, and a "
+        "key of the YAML file given with `--config`. A flag takes precedence over the variable, the variable over the "
+        "file, and the file over the default. An unknown variable that begins with `EPLB_` and an unknown key are "
+        "errors.\n",
         _settings_table(setting for setting in service if setting.name not in planner),
-        "\n## Planner\n\nSettings of the service that say how decisions are made. `eplb solve`, `eplb replay` and "
-        "`eplb advise` have them as options too, under the same names.\n",
+        "\n## Planner\n\nThese settings of the service control its decisions. `eplb solve`, `eplb replay` and "
+        "`eplb advise` have options of the same names.\n",
         _settings_table(setting for setting in service if setting.name in planner),
-        "\n## Agent\n\nFields of `AgentSettings`, each an environment variable of the inference process too; an "
-        "argument goes before its variable, that before the default. What ranks must agree on they compare when "
-        "they start.\n",
+        "\n## Agent\n\nThese are the fields of `AgentSettings`. Each is also an environment variable of the inference "
+        "process. An argument takes precedence over the variable, and the variable over the default. At start-up, the "
+        "ranks compare the settings that must be equal on all of them.\n",
         _settings_table(agent_settings()),
-        "\n## Commands that ask a running service\n\nOptions of `eplb status` and its like that are variables too.\n",
+        "\n## Commands for a running service\n\nOptions of `eplb status` and similar commands can also be set by these "
+        "variables.\n",
         table(
             ("variable", "meaning"),
             [(f"`{variable}`", escaped(text)) for variable, text in sorted(command_variables().items())],
         ),
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(sections) + "\n"
 
 
 def _settings_table(settings: Iterable[Setting]) -> str:
     rows = [
-        (f"`{one.name}`", f"`{one.variable}`", escaped(one.kind), code(one.default), escaped(one.description))
-        for one in settings
+        (
+            f"`{setting.name}`",
+            f"`{setting.variable}`",
+            escaped(setting.kind),
+            code(setting.default),
+            escaped(setting.description),
+        )
+        for setting in settings
     ]
     return table(("setting", "variable", "value", "default", "meaning"), rows)

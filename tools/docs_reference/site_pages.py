@@ -1,4 +1,4 @@
-"""Pages of the site that are not in ``docs/``: generated ones, and files of the repository's root."""
+"""Pages of the site that are not in ``docs/``: generated pages and files of the repository's root."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-"""Files of the repository's root that are pages of the site, and their paths there."""
+"""Files of the repository's root that are pages of the site, with their paths in the site."""
 
 _NOTEBOOK = "examples/decision.ipynb"
 
 
 def generated_pages() -> dict[str, str]:
-    """Markdown of every page that is not in ``docs/``, by its path in the site."""
+    """Return the Markdown of every page that is not in ``docs/``, by its path in the site."""
     pages = {
         "reference/cli.md": cli_page(),
         "reference/settings.md": settings_page(),
@@ -37,7 +37,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def site_links(text: str) -> str:
-    """Markdown of a page at the repository's root, with its links as they are in the site."""
+    """Return the Markdown of a page of the repository's root with its links adapted to the site."""
 
     def link(match: re.Match[str]) -> str:
         label, target = match[1], match[2]
@@ -53,19 +53,19 @@ def site_links(text: str) -> str:
 
 
 def notebook_page() -> str:
-    """``notebook.md``: the cells of the notebook and what they printed and drew, as ``tools/notebook.py`` kept it."""
-    parts = [f"[This page as a notebook]({_NOTEBOOK})."]
+    """Return the text of ``notebook.md``: the notebook's cells with their printed output and charts."""
+    sections = [f"[This page as a notebook]({_NOTEBOOK})."]
     for cell in json.loads((ROOT / "docs" / _NOTEBOOK).read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        parts.append(
+        sections.append(
             f"```python\n{source}\n```" if cell["cell_type"] == "code" else source.replace("](../", "](")
         )
         for output in cell.get("outputs", ()):
             picture = "".join(output.get("data", {}).get("image/svg+xml", ()))
             printed = "".join(output.get("text", ()))
-            # As a file of its own, so that its style stays its own.
+            # Embed the chart as a separate image, so that its styles do not affect the page.
             image = base64.b64encode(picture.encode()).decode()
             drawn = f'<img alt="the chart" src="data:image/svg+xml;base64,{image}">'
-            parts.append(drawn if picture else f"```text\n{printed}```")
-    heading = parts.pop(1)
-    return "\n\n".join([heading, *parts]) + "\n"
+            sections.append(drawn if picture else f"```text\n{printed}```")
+    heading = sections.pop(1)
+    return "\n\n".join([heading, *sections]) + "\n"

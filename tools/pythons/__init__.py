@@ -1,1 +1,1 @@
-"""The wheels on every Python that the packages declare and that this machine has."""
+"""Test of the wheels on every supported Python version that is installed on this machine."""

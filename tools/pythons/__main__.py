@@ -1,8 +1,9 @@
-"""Try what users install on every Python that is declared and that this machine has: ``make pythons``.
+"""Test the wheels on every supported Python version that is installed on this machine: ``make pythons``.
 
-On each Python: ``--help`` of every command, one solve, every message encoded and decoded, an agent that connects. Where
-eplb-service does not support a Python, eplb-agent alone is tried. Pythons that were not found are named. On the Python
-that runs this, the commands of the pages follow, in an environment installed as the pages say, and each extra.
+On each version, run ``--help`` of every command, solve once, encode and decode every message, and connect an agent. If
+eplb-service does not support the version, only eplb-agent is tested. Missing versions are listed at the end. On the
+version that runs this script, the commands of the docs pages and each extra are tested as well, in an environment that
+is installed according to the pages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HERE = Path(__file__).parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SERVICE_FROM = (3, 11)
 OWN = ".".join(map(str, sys.version_info[:2]))
-"""The Python that runs this; on it the pages' commands and the extras are tried as well."""
+"""Python version that runs this script; the commands of the pages and the extras are tested on it."""
 AT_ONCE = 2
 
 
@@ -59,15 +60,15 @@ class Environment:
         return str(self.folder / "bin" / name)
 
     def check(self) -> list[str]:
-        """Try everything, and return what was tried; raises ``FailedError`` naming the first that fails."""
+        """Run all checks and return their names. Raises ``FailedError`` if a check fails."""
         python = self.program("python")
-        tried = [run([python, str(HERE / "messages.py")], self._scratch).strip()]
+        checks = [run([python, str(HERE / "messages.py")], self._scratch).strip()]
         run([self.program("eplb-agent-doctor"), "--help"])
         if self.has_service:
             run([self.program("eplb"), "--help"])
-            tried.append(run([python, str(HERE / "helps.py")]).strip())
+            checks.append(run([python, str(HERE / "helps.py")]).strip())
             run([python, "-c", _SOLVE])
-            tried.append("a solve")
+            checks.append("a solve")
         program = self.program("eplb") if self.has_service else str(Path(sys.executable).parent / "eplb")
         with serving(program, self._scratch / f"service-{self.folder.name}") as address:
             run([python, str(HERE / "connect.py"), address, "alone"])
@@ -75,7 +76,7 @@ class Environment:
                 listed = run([program, "deployments", "--address", address])
                 if "alone" not in listed:
                     raise FailedError(f"eplb deployments does not list the deployment:\n{listed}")
-        return [*tried, "an agent"]
+        return [*checks, "an agent"]
 
 
 _SOLVE = """
@@ -91,39 +92,45 @@ def main() -> None:
     """Build the wheels, try each Python and each extra, and exit with 1 if any of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.pythons", description=__doc__)
     parser.add_argument("--only", nargs="*", default=VERSIONS, help="Pythons to try, such as 3.10")
-    parser.add_argument("--pythons-alone", action="store_true", help="leave out the pages and the extras")
-    wanted = parser.parse_args()
+    parser.add_argument("--pythons-alone", action="store_true", help="skip the docs pages and the extras")
+    options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="eplb-pythons-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         wheels = built_wheels(scratch)
         copy_messages(scratch)
         checkout = copy_of_checkout(scratch)
-        found = {version: path for version in wanted.only if (path := interpreter_of(version)) is not None}
+        interpreters = {
+            version: path for version in options.only if (path := interpreter_of(version)) is not None
+        }
         environments: dict[str, Environment] = {}
 
         def on(version: str) -> list[str]:
-            environments[version] = Environment(version, found[version], scratch, wheels)
+            environments[version] = Environment(version, interpreters[version], scratch, wheels)
             return environments[version].check()
 
         # The check of the pages takes longest and needs only this Python's environment, so start it first.
-        order = sorted(found, key=lambda version: version != OWN)
+        order = sorted(interpreters, key=lambda version: version != OWN)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             tries = {f"Python {version}": pool.submit(on, version) for version in order[:AT_ONCE]}
             wait(list(tries.values())[:1])
-            goes_on = OWN in environments and not wanted.pythons_alone
-            if goes_on:
-                own = environments[OWN].folder
-                tries["commands of the pages"] = pool.submit(check_documents, checkout, own)
+            has_documents = OWN in environments and not options.pythons_alone
+            if has_documents:
+                documents_environment = environments[OWN].folder
+                tries["commands of the pages"] = pool.submit(check_documents, checkout, documents_environment)
             tries |= {f"Python {version}": pool.submit(on, version) for version in order[AT_ONCE:]}
-            if goes_on:
+            if has_documents:
                 tries |= {
-                    f"extra {extra}": pool.submit(check_extra, extra, own, scratch, wheels)
+                    f"extra {extra}": pool.submit(check_extra, extra, documents_environment, scratch, wheels)
                     for extra in EXTRAS
                 }
             failed = reported(tries, began)
-    missing = [version for version in wanted.only if version not in found]
-    print(f"not found here: Python {', '.join(missing)}" if missing else "every Python was found")
+    missing = [version for version in options.only if version not in interpreters]
+    print(
+        f"not found on this machine: Python {', '.join(missing)}"
+        if missing
+        else "every Python version was found"
+    )
     print(f"{time.monotonic() - began:.0f} s")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
@@ -157,17 +164,17 @@ def built_wheels(folder: Path) -> dict[str, Path]:
 
 
 def copy_messages(folder: Path) -> None:
-    """Put the tests' drawn messages where the installed packages, not the checkout's, are beside them."""
+    """Copy the tests' messages into ``folder``, so that they import the installed packages, not the checkout's."""
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "tests/__init__.py", folder / "tests")
     shutil.copytree(ROOT / "tests/wire", folder / "tests/wire", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def interpreter_of(version: str) -> Path | None:
-    """Return an interpreter of a version: on the path, of pyenv, or the one that runs this."""
-    named = shutil.which(f"python{version}")
+    """Return an interpreter of a version: the one that runs this script, one on the path, or one of pyenv."""
+    executable = shutil.which(f"python{version}")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates = [Path(sys.executable), *([Path(named)] if named else [])]
+    candidates = [Path(sys.executable), *([Path(executable)] if executable else [])]
     candidates += [folder / "bin/python" for folder in sorted(pyenv.glob(f"{version}.*"))]
     for path in candidates:
         question = [str(path), "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]

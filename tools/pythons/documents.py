@@ -1,7 +1,7 @@
-"""Commands of README, tutorial, files.md and vllm.md, run in a bare environment that was installed as these pages say.
+"""Run the commands of README, tutorial, files.md and vllm.md in an environment that is installed as these pages say.
 
-Blocks are marked in the pages: ``sh install`` installs, ``sh`` runs where the page says, ``sh service`` starts a
-service and ``sh operator`` asks it. ``sh rank`` and ``sh wheel`` are for an engine, which has torch; tests run these.
+The pages mark their code blocks. ``sh install`` installs the packages, ``sh`` runs a command, ``sh service`` starts a
+service, and ``sh operator`` queries it. ``sh rank`` and ``sh wheel`` need an engine with torch, so tests run them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 def install_from(checkout: Path, environment: Path) -> None:
-    """Install into a bare environment as the pages say, which all say the same."""
-    said = {page: blocks(page, "sh install") for page in (README, INDEX, VLLM)}
-    (commands,) = {tuple(found) for found in said.values()}
+    """Install into a bare environment with the commands of the pages, which must be equal on all pages."""
+    scripts = {page: blocks(page, "sh install") for page in (README, INDEX, VLLM)}
+    (commands,) = {tuple(page_scripts) for page_scripts in scripts.values()}
     (script,) = commands
     shell(script.replace("pip install", "pip install --quiet"), checkout, environment)
 
 
 def check_documents(checkout: Path, environment: Path) -> list[str]:
-    """Run the pages' commands; raises ``FailedError`` naming the first that fails."""
+    """Run the commands of the pages. Raises ``FailedError`` if a command fails."""
     tutorial = blocks(TUTORIAL, "sh")
     shell(f"eplb trace convert docs/tutorial/trace.zarr --out {checkout}/heat.npz", checkout, environment)
     for script in blocks(README, "sh"):
@@ -66,7 +66,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     (checkout / "example/example.py").write_text(example)
     shell("python example/example.py", checkout, environment)
     shell("\n".join(tutorial), checkout, environment)
-    # The recording of another program is not part of what eplb-service installs.
+    # The page reads a recording by another program, which eplb-service does not include, so write one.
     run([sys.executable, "-c", _RECORDING], cwd=checkout)
     for script in blocks(FILES, "sh"):
         shell(script, checkout, environment)
@@ -80,13 +80,14 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
 
 
 def check_service(page: str, checkout: Path, environment: Path) -> None:
-    """Start the service as a page says, on free ports of this host, and ask it as the page says."""
-    listen, metrics = free_port(), free_port()
+    """Start the service and query it with the commands of a page, on free ports of this host."""
+    listen = free_port()
+    metrics = free_port()
     (checkout / "state").mkdir(exist_ok=True)
-    # Each page makes its own keys.
+    # Each page creates its own keys.
     shutil.rmtree(checkout / "deploy/secrets", ignore_errors=True)
 
-    def here(script: str) -> str:
+    def localise(script: str) -> str:
         script = script.replace("eplb.example", "localhost").replace("/var/lib/eplb", "state")
         return script.replace(":50551", f":{listen}").replace(":9464", f":{metrics}")
 
@@ -94,10 +95,10 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
     # The pages do not name a store, so the service creates it in the user's state folder.
     settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}", "XDG_STATE_HOME": str(checkout / "state")}
     with (checkout / "service.log").open("w") as log:
-        # The shell becomes the service, so that ending one ends the other.
-        last = here(script).rindex("eplb serve")
+        # The shell executes the service in its own process, so that terminating it terminates the service.
+        last = localise(script).rindex("eplb serve")
         process = subprocess.Popen(
-            [BASH, "-ec", here(script)[:last] + "exec " + here(script)[last:]],
+            [BASH, "-ec", localise(script)[:last] + "exec " + localise(script)[last:]],
             cwd=checkout,
             env=shell_environment(environment) | settings,
             stdout=log,
@@ -105,8 +106,8 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
         )
     try:
         wait_for(f"127.0.0.1:{listen}", process, checkout / "service.log")
-        for asked in blocks(page, "sh operator"):
-            command = [BASH, "-ec", here(asked)]
+        for query in blocks(page, "sh operator"):
+            command = [BASH, "-ec", localise(query)]
             done = subprocess.run(
                 command,
                 cwd=checkout,
@@ -116,9 +117,9 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
                 timeout=SECONDS,
                 check=False,
             )
-            # No rank has joined, and the service says so.
+            # The service must answer that no rank has joined.
             if "decode" not in done.stderr or "Traceback" in done.stderr:
-                raise FailedError(f"{page}: {asked} ended with {done.returncode}:\n{done.stderr}")
+                raise FailedError(f"{page}: {query} ended with {done.returncode}:\n{done.stderr}")
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -135,14 +136,14 @@ def check_keys(checkout: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def shell_environment(environment: Path) -> dict[str, str]:
-    """Return an environment whose programs are those of a virtual environment, before the system's."""
+    """Return environment variables with a virtual environment's programs first on the path."""
     return clean_environment() | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
 
 

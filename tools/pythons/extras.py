@@ -1,4 +1,4 @@
-"""Each extra of eplb-service: installed alone on top of the base, and used once."""
+"""Test of each extra of eplb-service: install only this extra on top of the base packages, and use it once."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ EXTRAS: dict[str, list[str]] = {
     "checkpoint": ["import torch, transformers, eplb_lab.demo.stage"],
     "peers": ["import torch, eplb_lab.bench.peers.balancers"],
 }
-"""Commands and programs that use each extra; a test holds the list to pyproject.toml."""
+"""Commands and programs that use each extra; a test compares the list with ``pyproject.toml``."""
 _LAB = {"checkpoint", "demo", "model", "peers"}
 """Extras of eplb-lab, which need torch and the wheels of eplb-lab and eplb-agent."""
 
 
 def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) -> list[str]:
-    """Install one extra beside the environment ``base``, use it, and return what was done.
+    """Install one extra in a new environment, use it, and return the requirements that were installed.
 
-    The packages of ``base`` are on the new environment's path, so that only the extra's own are installed. torch is
-    taken from the environment that runs this, since an index offers gigabytes of it.
+    The packages of ``base`` are on the new environment's path, so that only the extra's own packages are installed.
+    torch comes from the environment that runs this script, because a download would take gigabytes.
     """
     folder = scratch / f"extra-{extra}"
     python = str(folder / "bin/python")
@@ -111,5 +111,5 @@ def requirements(extra: str) -> list[str]:
     """Return the requirements of an extra."""
     folder = ROOT / "packaging/eplb-lab" if extra in _LAB else ROOT
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    found: list[str] = project["optional-dependencies"][extra]
-    return found
+    extra_requirements: list[str] = project["optional-dependencies"][extra]
+    return extra_requirements

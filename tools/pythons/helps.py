@@ -10,17 +10,17 @@ from eplb_service.cli.main import COMMANDS, load_command, run
 
 def main() -> None:
     """Run each command and subcommand with ``--help``. Exit with a message if one fails."""
-    asked: list[list[str]] = []
+    command_names: list[list[str]] = []
     for top in COMMANDS:
-        asked.append([top])
-        asked += [[top, child] for child in getattr(load_command(top), "commands", {})]
-    for name in asked:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        command_names.append([top])
+        command_names += [[top, child] for child in getattr(load_command(top), "commands", {})]
+    for name in command_names:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             code = run([*name, "--help"])
-        if code or "--help" not in said.getvalue():
-            raise SystemExit(f"eplb {' '.join(name)} --help ended with {code}: {said.getvalue()[-500:]}")
-    print(f"help of {len(asked)} commands")
+        if code or "--help" not in output.getvalue():
+            raise SystemExit(f"eplb {' '.join(name)} --help ended with {code}: {output.getvalue()[-500:]}")
+    print(f"help of {len(command_names)} commands")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Encode and decode every message with the installed packages; the path has a folder that holds ``tests/wire``."""
+"""Encode and decode every message with the installed packages; ``tests/wire`` must be on the import path."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ EXAMPLES = 10
 
 
 def check(kind: Kind) -> None:
-    """Send examples of one message and compare what comes back."""
+    """Encode and decode examples of one message and compare the results with the originals."""
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
     @given(kind.values)
-    def comes_back(value: Any) -> None:
+    def survives_round_trip(value: Any) -> None:
         sent = kind.encode(value).SerializeToString()
         received = kind.decode(kind.message.FromString(sent))
         if not equal(received, value):
             raise SystemExit(f"{kind.message.DESCRIPTOR.name}: sent {value}, received {received}")
 
-    comes_back()
+    survives_round_trip()
 
 
 if __name__ == "__main__":
-    for one in KINDS.values():
-        check(one)
+    for kind in KINDS.values():
+        check(kind)
     print(f"{len(KINDS)} messages")

@@ -1,4 +1,4 @@
-"""Programs that are run outside the checkout, without this environment's settings."""
+"""Functions that run programs outside the checkout, without this environment's settings."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def run(
     path
         Folder that Python searches before the installed packages.
     cwd
-        Where to run; by default in an empty folder, so that the checkout's packages are out of reach.
+        Working directory; by default an empty folder, so that the checkout's packages cannot be imported.
     environment
-        Its variables; by default ``clean_environment``.
+        Environment variables; by default those of ``clean_environment``.
 
     Returns
     -------
@@ -80,17 +80,20 @@ def run(
         except subprocess.TimeoutExpired as error:
             raise FailedError(f"{' '.join(command)[:300]} did not finish within {SECONDS:g} s") from error
     if done.returncode or "Traceback" in done.stderr:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise FailedError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{said}")
+        output = (done.stderr or done.stdout).strip()[-1500:]
+        raise FailedError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{output}")
     return done.stdout
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until somebody listens at an address; raises ``FailedError`` with the log if the process ends before."""
+    """Wait until the process accepts connections at an address.
+
+    Raises ``FailedError`` with the end of the log if the process ends before or the time is over.
+    """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
             return
         time.sleep(0.1)
-    raise FailedError(f"nobody answers at {address}:\n{log.read_text()[-2000:]}")
+    raise FailedError(f"no server accepts connections at {address}:\n{log.read_text()[-2000:]}")
