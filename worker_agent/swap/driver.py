@@ -382,7 +382,9 @@ class SwitchDriver:
         """
         try:
             yield
-        except FatalSwitchError:
+        except (FatalSwitchError, GeneratorExit):
+            # An error before or after the block only closes this generator. Such an error is not fatal: the outcome is
+            # then either not known yet, and settled later, or applied completely.
             raise
         except BaseException as error:
             if not may_commit:
