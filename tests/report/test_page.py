@@ -41,7 +41,7 @@ class Page(HTMLParser):
 
 def report(replay):
     return report_page(
-        replay, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, rests_on=ASSUMPTIONS
+        replay, title=TITLE, command=COMMAND, facts={"trace": "made up <b>here</b>"}, assumptions=ASSUMPTIONS
     )
 
 

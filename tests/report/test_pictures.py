@@ -65,7 +65,7 @@ def test_the_front_has_the_dots_that_no_other_dot_dominates():
 def test_the_heat_map_scale_covers_every_value(hottest, end):
     values = np.array([[0.0, 0.5, hottest, np.nan]])
     assert svg.hottest_of({"half": values / 2, "full": values}) == end
-    assert svg.place_on_scale(np.array([0.0, 0.5, 1.0, end]), end).tolist() == [0.0, 0.25, 0.5, 1.0]
+    assert svg.scale_position(np.array([0.0, 0.5, 1.0, end]), end).tolist() == [0.0, 0.25, 0.5, 1.0]
 
 
 def pixels(drawn):
