@@ -86,7 +86,7 @@ def test_a_report_shows_the_figures_of_every_policy(html, replayed):
 def test_the_basis_of_the_figures_is_collapsed(html):
     assert "<details open" not in html
     summaries = re.findall(r"<details><summary>(.*?)</summary>", html)
-    assert summaries == ["What times and prices rest on", "Terms", "Trace and settings"]
+    assert summaries == ["Assumptions behind times and prices", "Terms", "Trace and settings"]
     visible = re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
     assert "<dd>" not in visible
 
@@ -97,4 +97,4 @@ def test_the_report_of_an_interrupted_replay_says_that_it_stopped_early(html, re
 
 
 def test_a_report_says_if_no_policy_helps():
-    assert "Nothing that was tried is better" in report(small_replay(("none",)))
+    assert "No policy does better than the initial placement" in report(small_replay(("none",)))
