@@ -23,8 +23,8 @@ def install_command(extra: str, distribution: str = "eplb-service") -> str:
 
     Examples
     --------
-    >>> install_command("ray")  # doctest: +SKIP
-    "pip install 'ray>=2.30'"
+    >>> install_command("no-such-extra")
+    "install the packages of the extra 'no-such-extra' of eplb-service"
     """
     try:
         requirements = metadata.requires(distribution) or []

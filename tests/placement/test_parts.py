@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_core.placement import part_end, parts, staging_rows
+from eplb_core.placement import part_end, staging_rows
 
 RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=12)
 
@@ -33,7 +31,3 @@ def test_parts_cover_the_plan_and_fill_the_staging(received: list[list[int]], ro
 )
 def test_staging_is_bounded_by_its_bytes_and_by_four_layers(mib: int, expert_mib: int, rows: int) -> None:
     assert staging_rows(9, expert_mib << 20, mib << 20) == rows
-
-
-def test_docstring_examples_pass() -> None:
-    assert doctest.testmod(parts) == (0, 4)

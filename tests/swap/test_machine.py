@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from eplb_core.wire.agent import PlanState
 from tests.swap.placed import INSTALLED, LINEAR
 from tests.swap.tags import FIRST, plan_from
-from worker_agent.swap import commit_register, machine, rank_layout
 from worker_agent.swap.machine import Ballot, Progress, SwitchState, VoteOutcome, VoteResult
 
 PLAN = plan_from(FIRST, 1, 2, 0)
@@ -179,12 +176,3 @@ def test_an_outcome_summarizes_its_ballots(ballots: list[Ballot]) -> None:
 def test_a_ballot_of_the_wrong_width_is_rejected() -> None:
     with pytest.raises(ValueError, match="a ballot has 10 integers, got 2"):
         VoteOutcome.decode([1, 2])
-
-
-@pytest.mark.parametrize(
-    "module", [machine, commit_register, rank_layout], ids=lambda module: module.__name__
-)
-def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0
