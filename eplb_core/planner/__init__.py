@@ -1,1 +1,1 @@
-"""Decisions of the planner: layers to change, their new placement and tables, and the moves required."""
+"""The planner decides which layers to change, their new placement and tables, and the required moves."""

@@ -1,6 +1,6 @@
-"""Gain of balancing: recent steps as served, compared with the same steps under the initial layout.
+"""Gain from balancing: compare recent steps as served with the same steps under the initial layout.
 
-The gain is expressed in PAR and, if switches have measured it, in time.
+The gain is expressed in PAR and, once it has been measured across switches, in time.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from eplb_core.planner.token_split import split_shares
 from eplb_core.planner.verdicts import COSTS, HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, TIME_PRICES, Worth
 
 MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
-"""Origin of a time price. ``measured``: the configured curve comes with the quality of its fit; ``fitted``: a curve was
-fitted to this deployment's step times; ``stated``: the settings contain the curve or the time; ``assumed``: neither the
-settings nor the step times have a figure."""
+"""Origin of a time price. ``measured``: the configured curve includes its fit quality; ``fitted``: a curve was fitted
+to this deployment's step times; ``stated``: the settings contain the curve or the time; ``assumed``: neither the
+settings nor the step times provide a value."""
 _MOE_SHARE = 0.5
-"""Assumed fraction of a step that the experts take. Replays assume the same."""
+"""Assumed fraction of the step time spent in the experts. Replays use the same assumption."""
 _MAX_FIT_STEPS = 128
-"""Limit on the steps that a curve is fitted to."""
+"""Maximum number of steps to fit a curve to."""
 _STATED_ERROR = 0.5
-"""Relative error that is allowed for a stated figure in the range of an estimate; chosen by hand."""
+"""Assumed relative error of a stated value, used for the range of an estimate. Chosen by hand."""
 _ROUNDING_US = 1e-6
-"""Measured price, in microseconds per token, below which it is considered rounding."""
+"""Measured prices below this value, in microseconds per token, are treated as rounding errors."""
 
 
 @dataclass(frozen=True)
 class TimePrice:
-    """Cost of one layer's tokens in time.
+    """Time that one layer needs to process its tokens.
 
     Parameters
     ----------
     curve
-        Cost of tokens.
+        Time as a function of the tokens.
     kind
         Origin of the curve, one of ``TIME_PRICES``.
     reason
-        Origin of the curve in a sentence for operators.
+        Origin of the curve, described in one sentence for operators.
     least
-        Smallest factor by which the true time may differ from the curve's.
+        Lower bound on the ratio of the true time to the curve's time.
     most
-        Largest factor by which the true time may differ from the curve's.
+        Upper bound on the ratio of the true time to the curve's time.
     layer_ms
-        Milliseconds of one layer's experts per step under the current layout, mean over the layers.
+        Milliseconds per step spent in one layer's experts under the current layout, averaged over the layers.
     """
 
     curve: CostCurve
@@ -68,10 +68,10 @@ class TimePrice:
 
 
 def time_price(settings: PlannerSettings, window: Window, current: Layout, times: StepTimes) -> TimePrice:
-    """Return the best available cost of tokens in time.
+    """Return the best available estimate of the time that tokens take.
 
-    This is the configured cost curve; otherwise a curve fitted to the step times; otherwise a time proportional to the
-    hottest rank's tokens.
+    Use the configured cost curve if there is one, or else a curve fitted to the step times. If neither is available,
+    the time is assumed to be proportional to the hottest rank's tokens.
     """
     price = _best_price(settings, window, current, times)
     us_TL = _us_of_steps(window, current, settings, price.curve)
@@ -80,7 +80,7 @@ def time_price(settings: PlannerSettings, window: Window, current: Layout, times
 
 
 def _best_price(settings: PlannerSettings, window: Window, current: Layout, times: StepTimes) -> TimePrice:
-    """Return ``time_price`` without the time of a layer."""
+    """Return the time price without setting ``layer_ms``."""
     if settings.cost_curve is not None:
         return _configured(settings.cost_curve)
     try:
@@ -94,7 +94,7 @@ def _best_price(settings: PlannerSettings, window: Window, current: Layout, time
 
 
 def _configured(curve: CostCurve) -> TimePrice:
-    """Return the price of a configured cost curve, which is measured if the quality of its fit is known."""
+    """Return the time price from a configured cost curve, which counts as measured if its fit quality is known."""
     kind = STATED if curve.fit is None else MEASURED
     error = _STATED_ERROR if curve.fit is None else curve.fit.p90_error
     reason = f"{curve} ({curve.source}); {curve.fit or 'no fit is known'}"
@@ -104,7 +104,7 @@ def _configured(curve: CostCurve) -> TimePrice:
 def _linear(
     settings: PlannerSettings, window: Window, current: Layout, times: StepTimes, no_fit_reason: str
 ) -> TimePrice:
-    """Return a time proportional to the hottest rank's tokens, scaled to the stated or assumed time of a layer."""
+    """Return a price proportional to the hottest rank's tokens, scaled to the stated or assumed time per layer."""
     kind = STATED
     layer_ms = settings.layer_ms
     source = "layer_ms"
@@ -131,8 +131,8 @@ def _linear(
 def _fit_curve(settings: PlannerSettings, window: Window, current: Layout, times: StepTimes) -> OnlineFit:
     """Fit a curve to the step times. Raises ``CurveFitError`` if they do not determine one."""
     if settings.split == STEP:
-        # The slots' tokens could be computed, but the slowest rank has about the mean tokens. A fit cannot separate
-        # the term of the slowest rank from the term of the batch.
+        # The tokens per slot could be computed, but the slowest rank receives about as many tokens as the average
+        # rank. A fit therefore cannot separate the slowest rank's term from the batch term.
         raise CurveFitError(
             "with split step ranks have even tokens in every step; measure a curve with eplb calibrate"
         )
@@ -141,7 +141,7 @@ def _fit_curve(settings: PlannerSettings, window: Window, current: Layout, times
 
 
 def _slot_tokens(window: Window, layout: Layout, split: str, step_C: npt.NDArray[np.intp]) -> Float64:
-    """Return the expected tokens of each slot in the selected steps, float64 ``[C, L, R, S]``."""
+    """Return each slot's expected tokens in the selected steps, float64 ``[C, L, R, S]``."""
     placement = layout.placement
     layers, ranks, slots = placement.phy2log_LRS.shape
     share_LP = split_shares(window.heat_TLE, placement, layout.log2phy_RLE, window.source_RLE, split)
@@ -152,7 +152,7 @@ def _slot_tokens(window: Window, layout: Layout, split: str, step_C: npt.NDArray
 
 
 def priced(moving: MovingCosts, price: TimePrice | None) -> MovingCosts:
-    """Return the costs of moves, with the time of one layer's experts from ``price`` if it has one."""
+    """Return the move costs, with the layer time replaced by the one from ``price`` if available."""
     if price is None or not price.layer_ms > 0:
         return moving
     source = f"{price.kind}, as the price of time"
@@ -168,11 +168,11 @@ class Served:
     par_TL
         float64 ``[T, L]``, PAR of each step; NaN without tokens.
     slowest_T
-        float64 ``[T]``, tokens of each layer's most loaded rank, summed over layers.
+        float64 ``[T]``, tokens of each layer's most loaded rank, summed over the layers.
     times
         Times of these steps.
     effects
-        Changes that earlier switches made to step time.
+        Measured effects of earlier switches on step time.
     """
 
     par_TL: Float64
@@ -189,25 +189,25 @@ def worth_of(
     settings: PlannerSettings,
     price: TimePrice | None = None,
 ) -> Worth | None:
-    """Return the gain of balancing over a window's steps.
+    """Return the gain from balancing over a window's steps.
 
-    A gain in time is reported only if it was measured across switches. Otherwise the result has an estimate, if the
-    price of time is known and the layout has changed.
+    A gain in time is reported only if it was measured across switches. Otherwise, the result contains an estimate if
+    the time price is known and the layout differs from the initial one.
 
     Parameters
     ----------
     window
         The steps.
     initial
-        Layout that the deployment had at first.
+        Initial layout of the deployment.
     current
-        Layout that the ranks serve now.
+        Layout that the ranks currently serve.
     served
         The steps as the ranks served them.
     settings
-        Settings with the ``split`` of the tokens.
+        Planner settings; ``split`` determines how tokens are split over replicas.
     price
-        Cost of tokens for an estimate; ``None`` if unknown.
+        Time price, used for an estimate; ``None`` if unknown.
 
     Returns
     -------
@@ -258,7 +258,7 @@ def _differ(initial: Layout, current: Layout) -> bool:
 
 
 def _why_not_measured(served: Served) -> str:
-    """Return the reason that is shown until a gain in time is measured."""
+    """Return the reason shown to operators until a gain in time has been measured."""
     if served.times.mean_us is None:
         return "the ranks report no step times"
     count = len(served.effects)
@@ -267,20 +267,20 @@ def _why_not_measured(served: Served) -> str:
 
 
 def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float, ranks: int) -> Worth:
-    """Add the time that balancing saves on these steps, at the price that switches have measured.
+    """Return ``worth`` with the time that balancing saves on these steps, at the price measured across switches.
 
     Parameters
     ----------
     worth
         Gain in PAR, without times.
     price
-        Step time per token of the slowest ranks.
+        Step time per token on the slowest ranks.
     tokens
-        Tokens per step that the slowest ranks have fewer than under the initial layout.
+        Reduction of the slowest ranks' tokens per step, relative to the initial layout.
     step_ms
-        Mean milliseconds of a step.
+        Mean step time in milliseconds.
     ranks
-        R.
+        R, number of ranks.
     """
     over = f"over {price.switches} switches"
     if not tokens.known:
@@ -319,7 +319,7 @@ def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float,
 def _estimate(
     window: Window, initial: Layout, current: Layout, settings: PlannerSettings, price: TimePrice
 ) -> tuple[float, float]:
-    """Return the range of the time saved at a stated or fitted price, in milliseconds per step."""
+    """Return the range of the estimated time saved, in milliseconds per step, at a stated or fitted price."""
     initial_T1 = _ms_of_steps(_us_of_steps(window, initial, settings, price.curve))
     current_T1 = _ms_of_steps(_us_of_steps(window, current, settings, price.curve))
     gain = gain_of(initial_T1, current_T1)
@@ -328,7 +328,7 @@ def _estimate(
 
 
 def _mean_of_layers(par_TL: Float64) -> float:
-    """Return the mean over each layer's steps with tokens, then over the layers; NaN if no step has tokens."""
+    """Average over each layer's steps with tokens, then over the layers; return NaN if no step has tokens."""
     return float(mean_par(mean_par(par_TL, axis=0)))
 
 
@@ -340,7 +340,7 @@ def _us_of_steps(window: Window, layout: Layout, settings: PlannerSettings, curv
 
 
 def _ms_of_steps(us_TL: Float64) -> Float64:
-    """Return the milliseconds of all layers together, float64 ``[T, 1]``; NaN for a step without tokens."""
+    """Return the time per step in milliseconds, summed over the layers, float64 ``[T, 1]``; NaN without tokens."""
     busy_T = ~np.isnan(us_TL).all(axis=1)
     ms_T = np.where(busy_T, np.nan_to_num(us_TL, nan=0.0).sum(axis=1) / 1e3, np.nan)
     return ms_T[:, None]

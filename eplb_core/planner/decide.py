@@ -1,10 +1,11 @@
-"""Decision as a pure function: select the layers to solve, solve them, and plan the changes that pay.
+"""Make a decision: select the layers to solve, solve them, and plan the changes that pay off.
 
-Only layers with enough to gain are solved. This is layer-wise cherry-picking, the third of FlashLB's ideas, with a
-different criterion. FlashLB selects a layer if its balancedness falls below a fixed value, or below 0.95 of its value
-after the layer's last change, and sends the largest gains. This planner keeps no such history. It selects a layer if
-more than ``min_gain`` can be gained above the PAR that its experts' volatility explains (``score.volatility_bound``).
-Each change must then pay for its moves on heat that it was not fitted to (``solver.layer``, ``planner.holdout``).
+A decision is a pure function of its inputs. It only solves layers with enough potential gain. This is layer-wise
+cherry-picking, the third of FlashLB's ideas, with a different criterion. FlashLB selects a layer if its balancedness
+falls below a fixed value, or below 0.95 times its value after the layer's last change, and applies the changes with
+the largest gains. This planner keeps no such history. It selects a layer if its PAR exceeds the PAR explained by its
+experts' volatility (``score.volatility_bound``) by more than ``min_gain``. Each change must then pay for its moves on
+heat that it was not fitted to (``solver.layer``, ``planner.holdout``).
 
 References
 ----------
@@ -52,10 +53,11 @@ def plan(
     recommendations: Sequence[Recommendation | None] = (),
     hold_out: bool = True,
 ) -> Plan:
-    """Decide which layers to change, given the heat of a window and the current layout.
+    """Decide which layers to change, given the heat in a window and the current layout.
 
-    The result is the same for the same arguments, with any number of threads. A layer is kept if the solver's result
-    for it is invalid; its verdict then has the error. All layers are kept if experts are bound to their ranks.
+    The result is deterministic and does not depend on the number of threads unless the settings limit the time. If the
+    solver returns an invalid result for a layer, the layer is kept and its verdict contains the error. If experts are
+    bound to their ranks, all layers are kept.
 
     Parameters
     ----------
@@ -68,18 +70,19 @@ def plan(
     topology
         Nodes and token groups of the ranks.
     settings
-        Settings of the decision.
+        Planner settings.
     serving_steps
-        Number of steps that the result is expected to serve, within which moves must pay off. ``None`` for the number
-        of steps in the window.
+        Number of steps that the result is expected to serve, within which moves must pay off. ``None`` to use the
+        number of steps in the window.
     moving
-        Measured costs of moves and of a layer's experts. The settings supply any figure that is not measured.
+        Measured move costs and layer time. Values that have not been measured come from the settings.
     search
-        Components of the method that are switched off, to measure their effect; ``None`` to use all of them.
+        Search options, which can disable components of the method to measure their effect; ``None`` to use all of them.
     recommendations
-        Recommendations of the previous decision. Pass them only if its plan is serving and heat has not changed since.
+        Recommendations from the previous decision. Pass them only if its plan is being served and the heat has not
+        changed since.
     hold_out
-        False to skip the hold-out of small batches (``planner.holdout``), if the promise is not used.
+        False to skip the hold-out for small batches (``planner.holdout``) if the promise is not used.
 
     Raises
     ------
@@ -123,7 +126,7 @@ def plan(
     solved = solve_layers(request, layer_P, figures.floor_L, groups, price.price)
     results = dict(zip(layer_P.tolist(), solved, strict=True))
     holdouts: dict[int, HeldOut] = {}
-    # Under a cost curve, the solver has held out times. A hold-out of PAR would say little about them.
+    # With a cost curve, the solver has already held out step times, about which a hold-out of PAR would say little.
     if hold_out and request.search.holdout and time_curve(settings) is None:
         holdouts = hold_out_changes(figures, results, groups)
     return _plan_changes(figures, results, holdouts, price)
@@ -142,11 +145,11 @@ def plan_afresh(
     Parameters
     ----------
     window, topology, settings, search
-        As for ``plan``. The threshold, the minimum gain, the price of moves and ``max_layers`` are ignored.
+        As for ``plan``, except that ``par_threshold``, ``min_gain``, ``move_price`` and ``max_layers`` are ignored.
     placement
-        Placement from which moves are counted.
+        Placement relative to which moves are counted.
     hold_out
-        True to allow, in the promise, for the optimism of placements that are fitted to their own window.
+        True to correct the promise for the optimism of placements that are scored on the window they are fitted to.
     """
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None)
     tables_RLE = first_tables(placement, settings.split, settings.deal_width)
@@ -157,7 +160,7 @@ def plan_afresh(
 def _select_layers(figures: LayerFigures) -> npt.NDArray[np.int64]:
     """Return the indices of the layers to solve, worst first.
 
-    Under a cost curve, all layers with tokens are selected, because PAR says little about time.
+    With a cost curve, every layer that received tokens qualifies, because PAR says little about time.
     """
     settings = figures.request.settings
     search = figures.request.search
@@ -172,9 +175,9 @@ def _select_layers(figures: LayerFigures) -> npt.NDArray[np.int64]:
 
 
 def _cherry_pick(par_L: Float64, bound_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
-    """Return at most ``max_layers`` layers above the threshold with more than ``min_gain`` to gain, worst first.
+    """Return the layers above the threshold that can gain more than ``min_gain``, worst first, at most ``max_layers``.
 
-    ``bound_L``, float64 ``[L]``, is the PAR that cannot be improved on.
+    ``bound_L``, float64 ``[L]``, is the lower bound on each layer's achievable PAR.
 
     Examples
     --------
@@ -196,18 +199,18 @@ def _plan_changes(
     holdouts: Mapping[int, HeldOut],
     price: MovePrice,
 ) -> Plan:
-    """Return the plan of all changes that pay, with a verdict on every layer.
+    """Return a plan with all changes that pay off, and a verdict on every layer.
 
     Parameters
     ----------
     figures
-        Figures of all layers under the current layout.
+        Figures for all layers under the current layout.
     results
-        The solver's results, by layer, worst layer first.
+        Solver results by layer, worst layer first.
     holdouts
-        Results of the hold-out of small batches, by layer.
+        Hold-out results of layers with small batches, by layer.
     price
-        Price of moves.
+        Move price.
     """
     layers = figures.request.window.layers
     unpaid = unpaid_changes(figures, results, holdouts)
@@ -232,7 +235,7 @@ def _plan_changes(
 
 
 def _gain(verdict: LayerVerdict) -> float:
-    """Return the gain of a change: microseconds per step with a cost curve, PAR without one."""
+    """Return the gain from a change, in microseconds per step with a cost curve and in PAR without one."""
     if verdict.us_seen is not None and verdict.us_planned is not None:
         return verdict.us_seen - verdict.us_planned
     return verdict.par_seen - verdict.par_planned

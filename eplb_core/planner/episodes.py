@@ -1,12 +1,13 @@
 """Order in which a window's steps are summed into episodes.
 
-Workloads may alternate every step or two: prefill chunks and decoding, or micro-batches. An episode of consecutive
-steps then averages them, and a placement that is balanced for the average may be unbalanced in every step. If the steps
-within episodes differ by far more than token sampling explains, similar steps are summed instead. Steps are sorted by
-their first principal component, within blocks of a few episodes, so that older steps stay before newer ones.
+Workloads such as prefill chunks and decoding, or micro-batches, may alternate every step or two. An episode of
+consecutive steps then averages them, and a placement that is balanced for the average may be unbalanced in every step.
+If the steps within episodes differ by far more than token sampling explains, similar steps are summed instead. Steps
+are sorted by their first principal component within blocks of a few episodes, which roughly preserves their
+chronological order.
 
-The number of tokens in a step does not matter. Steps are compared by their Pearson residuals, which have the same
-variance in small and large batches.
+The number of tokens in a step does not matter, because steps are compared by their Pearson residuals, which have the
+same variance in small and large batches.
 
 References
 ----------
@@ -22,39 +23,41 @@ from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64
 
 _BLOCK_EPISODES = 4
-"""Episodes whose steps are sorted together."""
+"""Number of episodes per block. Steps are sorted within each block."""
 _MAX_LAYERS = 2
-"""Limit on the layers, evenly spaced, that steps are compared by."""
+"""Maximum number of layers, evenly spaced, used to compare steps."""
 _POWER_ROUNDS = 8
-"""Rounds of the power iteration. A direction that separates the workloads is enough; it need not be exact."""
+"""Number of power iterations. The direction only has to separate the workloads, so it need not be exact."""
 _MIN_EDGE_RATIO = 3.0
-"""Variance within episodes that shows alternating workloads, as a multiple of the largest that sampling explains."""
+"""Minimum variance within episodes that indicates alternating workloads, as a multiple of the largest variance that
+sampling explains."""
 _MIN_WITHIN = 0.4
-"""Smallest fraction of the variance that must lie within episodes. Workloads that alternate more slowly fill separate
-episodes anyway."""
+"""Minimum fraction of the variance that must occur within episodes. Workloads that alternate more slowly end up in
+separate episodes anyway."""
 _MIN_BETWEEN_CLUSTERS = 0.75
-"""Smallest fraction of the variance that two clusters of steps must explain. They explain 0.64 of a normal
-distribution and 0.75 of a uniform one."""
+"""Minimum fraction of the variance that a division of the steps into two clusters must explain. Such a division
+explains 0.64 of the variance of a normal distribution and 0.75 of that of a uniform one."""
 
 
 def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.int64] | None:
-    """Return an order of the steps in which each episode sums similar ones, int64 ``[T]``.
+    """Return an order of the steps such that each episode sums similar steps, int64 ``[T]``.
 
     Parameters
     ----------
     heat_TLE
         ``[T, L, E]``, tokens of each expert in each step.
     episodes
-        N, the episodes that the steps are summed into.
+        N, number of episodes that the steps are summed into.
 
     Returns
     -------
     npt.NDArray[np.int64] or None
-        ``None`` if consecutive steps are as similar as sampling allows, or each episode has one step.
+        Indices of the steps in their new order. ``None`` to keep the chronological order, either because the steps do
+        not show alternating workloads or because there are too few steps or episodes.
 
     Examples
     --------
-    Two workloads alternate, so each episode of two consecutive steps would average them. Instead, each block of four
+    Two workloads alternate, so an episode of two consecutive steps would average them. Instead, each block of four
     episodes first sums the decode steps and then the prefill steps:
 
     >>> prefill_LE = [[900, 100]]
@@ -70,7 +73,7 @@ def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.in
     episode_T = np.arange(steps) * episodes // steps
     within_TX = residual_TX - _means(residual_TX, episode_T)[episode_T]
     direction_X, variance = _first_component(within_TX)
-    # Largest eigenvalue of independent residuals with variance 1 (Marchenko and Pastur).
+    # Largest covariance eigenvalue of independent residuals with variance 1 (Marchenko and Pastur).
     edge = (1.0 + np.sqrt(residual_TX.shape[1] / steps)) ** 2
     if variance <= _MIN_EDGE_RATIO * edge:
         return None
@@ -81,7 +84,7 @@ def similar_steps_together(heat_TLE: Counts, episodes: int) -> npt.NDArray[np.in
 
 
 def _residuals(heat_TLE: Counts) -> Float64:
-    """Return the Pearson residuals of a few layers, float64 ``[T, X]``; 0 for steps and experts without tokens."""
+    """Return the Pearson residuals of a few layers, float64 ``[T, X]``; 0 if a step or an expert has no tokens."""
     layers = heat_TLE.shape[1]
     layer_K = np.unique(np.linspace(0, layers - 1, min(_MAX_LAYERS, layers)).astype(np.int64))
     heat_TKE = heat_TLE[:, layer_K].astype(np.float64)
@@ -104,7 +107,7 @@ def _means(values_TX: Float64, group_T: npt.NDArray[np.int64]) -> Float64:
 
 
 def _explained_by_two(score_T: Float64) -> float:
-    """Return the fraction of the variance that the best division into a lower and an upper cluster explains.
+    """Return the fraction of the variance explained by the best division into a lower and an upper cluster.
 
     References
     ----------
@@ -118,8 +121,8 @@ def _explained_by_two(score_T: Float64) -> float:
 
 
 def _first_component(values_TX: Float64) -> tuple[Float64, float]:
-    """Return the direction of the largest variance, float64 ``[X]``, and that variance."""
-    # Start from the largest row, which is not orthogonal to that direction.
+    """Return the direction of largest variance, float64 ``[X]``, and the variance along it."""
+    # Start from the row with the largest norm, which is unlikely to be orthogonal to that direction.
     direction_X = values_TX[(values_TX**2).sum(axis=1).argmax()].copy()
     for _ in range(_POWER_ROUNDS):
         length = float(np.linalg.norm(direction_X))

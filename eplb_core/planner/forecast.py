@@ -1,4 +1,4 @@
-"""Forecasts of the current layout's gain until the next decision, and the errors of earlier forecasts."""
+"""Forecast the current layout's gain until the next decision, and track the errors of earlier forecasts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from eplb_core.placement import Float64
 from eplb_core.planner.score import Gain, gain_of
 
 _MAX_MISSES = 20
-"""Number of recent forecasts whose errors bound the next interval."""
+"""Number of recent forecasts whose errors determine the minimum width of the next interval."""
 
 
 @dataclass(frozen=True)
 class Forecasts:
-    """The newest forecast of a gain, and the errors of the ones before (immutable).
+    """The latest gain forecast and the errors of earlier ones (immutable).
 
-    An interval computed from a window cannot allow for changes that come after the window. It therefore extends at
-    least as far as the largest recent error, as in adaptive conformal inference.
+    An interval computed from a window cannot account for changes after the window. It therefore extends at least as far
+    as the largest recent error, similar to adaptive conformal inference.
 
     Parameters
     ----------
     gain
-        The newest forecast; ``None`` if there is none, or if its window had too few steps.
+        The latest forecast; ``None`` if there is none, or if its window had too few steps.
     seen
-        Steps served before the newest forecast was made.
+        Number of steps served before the latest forecast was made.
     misses
-        Distances between recent forecasts and the gains observed later, in the unit of the gain.
+        Absolute errors of recent forecasts, in the same unit as the gain.
     held
-        True if the gain observed after the previous forecast was in its interval; ``None`` if that is unknown.
+        True if the gain observed after the previous forecast was within its interval; ``None`` if unknown.
 
     References
     ----------
@@ -40,22 +40,22 @@ class Forecasts:
     held: bool | None = None
 
     def since(self, seen: int) -> int:
-        """Return the number of steps since the newest forecast; 0 if there is no forecast to compare them with."""
+        """Return the number of steps since the latest forecast, or 0 if there is no forecast."""
         return 0 if self.gain is None else max(seen - self.seen, 0)
 
     def next(
         self, before_TL: Float64, after_TL: Float64, horizon: float | None, seen: int, actual: Gain | None
     ) -> Forecasts:
-        """Compare the newest forecast with the observed gain, and make the next one.
+        """Compare the latest forecast with the observed gain, then make a new forecast and return the updated state.
 
         Parameters
         ----------
         before_TL, after_TL, horizon
             As for ``gain_of``.
         seen
-            Steps served so far.
+            Number of steps served so far.
         actual
-            Gain observed in the steps since the newest forecast; ``None`` if there are no such steps.
+            Gain observed since the latest forecast; ``None`` if no steps have been served since.
         """
         misses = self.misses
         held = None

@@ -1,7 +1,8 @@
-"""Search of a window's heat for changes: how far back a decision may look, and at which step the heat changed.
+"""Detect changes in a window's heat: how far back a decision may look, and at which step the heat changed.
 
-All three tests are backtests. They forecast the newest steps from earlier ones and compare the errors. A forecast is
-each expert's mean share of its layer's tokens. Ages and positions are in steps and count back from the newest one.
+All three tests are backtests, which forecast the newest steps from earlier ones and compare the errors. The forecast is
+each expert's mean share of its layer's tokens. Ages and positions are given in steps, counted back from the newest
+step.
 """
 
 from __future__ import annotations
@@ -16,50 +17,51 @@ from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64
 
 MIN_LOOKBACK = 16
-"""Shortest history, in steps, that a decision's look-back is tested with."""
+"""Shortest look-back that is considered, in steps."""
 
 _REGRET_TOLERANCE = 1.1
 """A longer look-back is preferred if its error is at most this multiple of the smallest error."""
 _MAX_FORECAST_LAYERS = 16
-"""Limit on the layers, evenly spaced, that the look-back is chosen on."""
+"""Maximum number of layers, evenly spaced, used to choose the look-back."""
 _MAX_FORECASTS = 4
-"""Limit on the recent intervals that the look-back is chosen on. A single one is too noisy on bursty heat."""
+"""Maximum number of recent intervals used to choose the look-back. A single interval is too noisy on bursty heat."""
 _CHANGE_ERROR_RATIO = 4.0
-"""Heat has changed if older steps forecast a new segment with at least this multiple of the error that the segment's
-own first half makes. Bursts and drift stay below it and a change of workload exceeds it (``make bench-decide``)."""
+"""Heat counts as changed if forecasts of the new segment from older steps have at least this multiple of the error of
+forecasts from the segment's own older half. Bursts and drift stay below this ratio, and a change of workload exceeds it
+(``make bench-decide``)."""
 
 _MIN_CHANGE_AGE = 2
 """Smallest age at which ``find_change`` looks for a change."""
 _MIN_STEPS_BEFORE = 4
-"""Fewest steps before a change that ``find_change`` compares it with."""
+"""Minimum number of steps before a change that ``find_change`` needs for comparison."""
 _MAX_CHANGE_LAYERS = 4
-"""Limit on the layers, evenly spaced, that ``find_change`` reads."""
+"""Maximum number of layers, evenly spaced, that ``find_change`` reads."""
 _MAX_CHANGE_STEPS = 256
-"""Limit on the newest steps that ``find_change`` reads."""
+"""Maximum number of recent steps that ``find_change`` reads."""
 _BLOCK_LAG = MIN_LOOKBACK // _MIN_CHANGE_AGE
-"""Blocks of history between two that do not overlap."""
+"""Distance, in blocks, between the starts of two adjacent blocks of history that do not overlap."""
 
 
 def stationary_steps(heat_TLE: Counts, horizon: int) -> int:
     """Return the number of recent steps over which the heat can be treated as stationary, at most T.
 
     Up to four recent intervals of ``horizon`` steps are each forecast from the steps before them, with look-backs of
-    16, 32, 64, ... steps. The squared error of a forecast is divided by the smallest one for the same interval. Of the
-    look-backs whose summed error is within 10 % of the best, the longest is chosen, because it also estimates best how
-    the experts' loads vary together.
+    16, 32, 64, ... steps. The squared error of each forecast is divided by the smallest error for the same interval.
+    Among the look-backs whose summed error is within 10 % of the best, the longest is chosen, because it also gives the
+    best estimate of how the experts' loads vary together.
 
     Parameters
     ----------
     heat_TLE
         ``[T, L, E]``, tokens of each expert in each step, oldest step first.
     horizon
-        Steps that the decision will serve.
+        Number of steps that the decision is expected to serve.
 
     Examples
     --------
-    Take 300 steps whose heat changed 60 steps ago, and a horizon of 16. Between the change and the newest interval lie
-    44 steps, but before the next two intervals only 28 and 12. Over all intervals a look-back of 16 therefore forecasts
-    best. The result is 16 + 16 = 32 steps.
+    Take 300 steps whose heat changed 60 steps ago, and a horizon of 16. There are 44 steps between the change and the
+    newest interval, but only 28 and 12 before the next two intervals. Over all intervals, a look-back of 16 therefore
+    gives the best forecasts. The result is 16 + 16 = 32 steps.
 
     >>> before_TLE = np.tile([[[90, 10]]], (240, 1, 1))
     >>> after_TLE = np.tile([[[10, 90]]], (60, 1, 1))
@@ -72,7 +74,7 @@ def stationary_steps(heat_TLE: Counts, horizon: int) -> int:
         return steps
     lookbacks = _lookbacks(history)
     intervals = min(_MAX_FORECASTS, max(history // (2 * horizon), 1))
-    # An interval's older end is where its history begins.
+    # The history of an interval starts at the interval's older end.
     starts = [horizon * number for number in range(1, 1 + intervals)]
     stops = {min(start + lookback, steps) for start in starts for lookback in lookbacks}
     layer_K = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, _MAX_FORECAST_LAYERS).astype(np.int64))
@@ -88,11 +90,12 @@ def stationary_steps(heat_TLE: Counts, horizon: int) -> int:
 def has_changed(heat_TLE: Counts, recent: int) -> bool:
     """Return True if the heat of the last ``recent`` steps differs from the heat before them.
 
-    The newer half of the recent steps is forecast from their older half, and from the steps before them with look-backs
-    of 16, 32, 64, ... steps. The heat has changed if even the best look-back has at least four times the error of the
-    older half. Bursts are forecast about as well by every look-back, and drift by the shortest.
+    The newer half of the recent steps is forecast both from their older half and from the steps before them, with
+    look-backs of 16, 32, 64, ... steps. The heat has changed if even the best look-back has at least four times the
+    error of the older half. During bursts, all look-backs forecast about equally well. During drift, the shortest one
+    does about as well as the older half.
 
-    If either half or the history is empty, there is nothing to compare, and the heat counts as changed.
+    If either half or the history is empty, no comparison is possible, and the heat counts as changed.
     """
     steps = len(heat_TLE)
     half = recent // 2
@@ -106,18 +109,19 @@ def has_changed(heat_TLE: Counts, recent: int) -> bool:
 
 
 def find_change(heat_TLE: Counts, max_age: int) -> int | None:
-    """Return the age of the clearest change of heat within the newest ``max_age`` steps, or ``None``.
+    """Return the age of the clearest change of heat in the newest ``max_age`` steps, or ``None`` if there is none.
 
-    Every age is tested as the start of a segment that lasts until now. The segment's newer half is forecast from its
-    older half and from each block of up to 16 steps before it. The heat has changed at that age if two conditions hold:
+    Each candidate age is tested as the start of a segment that lasts until now. The segment's newer half is forecast
+    from its older half and from each block of up to 16 steps before the segment. The heat changed at that age if two
+    conditions hold:
 
-    - Even the best block has at least ``_CHANGE_ERROR_RATIO`` times the error of the older half. Heat that returns to
-      an earlier state is therefore no change, because an earlier block forecasts it well.
-    - The steps just before and just after that age differ by as much.
+    - Even the best block has at least ``_CHANGE_ERROR_RATIO`` times the error of the older half. A return to an earlier
+      state therefore does not count as a change, because an earlier block forecasts it well.
+    - The steps just before and just after that age differ by at least as much.
 
-    The error of the older half has two lower bounds. One is the error of independent steps, because with few experts
-    the measured error may be small by chance. The other is the median difference between blocks of the history that
-    are 16 steps apart, because bursty heat never returns to quite the same state.
+    The error of the older half has two lower bounds. One is the error expected of independent steps, because with few
+    experts the measured error may be small by chance. The other is the median difference between blocks of the history
+    that are 16 steps apart, because bursty heat never returns to exactly the same state.
     """
     heat_TLE = heat_TLE[-_MAX_CHANGE_STEPS:]
     steps = len(heat_TLE)
@@ -137,17 +141,17 @@ def find_change(heat_TLE: Counts, max_age: int) -> int | None:
 
 @dataclass(frozen=True)
 class _SummedShares:
-    """Token shares of the experts of a few layers, summed so that the mean over any steps is a difference of two rows.
+    """Cumulative token shares of the experts in a few layers, which give the mean over any range of steps quickly.
 
-    The shares of each layer are divided by the norm of their mean, so that all layers count equally.
+    Each layer's shares are divided by the norm of their mean, so that all layers have the same weight.
 
     Parameters
     ----------
     sums_TX
-        float64 ``[T + 1, K * E]``, shares summed from the oldest step on; the first row is zero.
+        float64 ``[T + 1, K * E]``, cumulative shares, starting from the oldest step; the first row is zero.
     noise
-        Variance of a step's shares, summed over all experts and estimated from the differences between neighbouring
-        steps.
+        Variance of the shares in a single step, summed over all experts and estimated from the differences between
+        consecutive steps.
     """
 
     sums_TX: Float64
@@ -168,7 +172,7 @@ class _SummedShares:
         return cls(sums_TX, noise)
 
     def mean(self, newer_B: npt.NDArray[np.int64], older_B: npt.NDArray[np.int64]) -> Float64:
-        """Return the mean shares between each pair of positions, float64 ``[B, X]``."""
+        """Return the mean shares of the steps between each pair of positions, float64 ``[B, X]``."""
         steps = len(self.sums_TX) - 1
         length_B = older_B - newer_B
         mean_BX: Float64 = (self.sums_TX[steps - newer_B] - self.sums_TX[steps - older_B]) / length_B[:, None]
@@ -177,7 +181,7 @@ class _SummedShares:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of history, up to 16 steps long, that a segment is forecast from.
+    """Blocks of history, up to 16 steps long, from which a segment is forecast.
 
     Parameters
     ----------
@@ -192,19 +196,19 @@ class _Blocks:
 
     @property
     def length_B(self) -> npt.NDArray[np.int64]:
-        """Steps in each block, int64 ``[B]``; fewer than 16 only at the oldest steps."""
+        """Number of steps in each block, int64 ``[B]``; 16, except for blocks that reach the oldest step."""
         return self.stop_B - self.start_B
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of full blocks that are 16 steps apart."""
+        """Number of pairs of full blocks whose starts are 16 steps apart."""
         return max(int(np.count_nonzero(self.length_B == MIN_LOOKBACK)) - _BLOCK_LAG, 0)
 
 
 def _segment_errors(shares: _SummedShares, age_A: npt.NDArray[np.int64], blocks: _Blocks) -> Float64:
     """Return the error of forecasting each segment's newer half from its older half, float64 ``[A]``.
 
-    It is at least the median difference between the blocks before the segment that are 16 steps apart.
+    The median difference between blocks before the segment that are 16 steps apart is a lower bound on the error.
     """
     half_A = age_A // 2
     newer_AX = shares.mean(np.zeros_like(age_A), half_A)
@@ -221,12 +225,12 @@ def _segment_errors(shares: _SummedShares, age_A: npt.NDArray[np.int64], blocks:
 def _best_block_ratios(
     shares: _SummedShares, age_A: npt.NDArray[np.int64], blocks: _Blocks, error_A: Float64
 ) -> Float64:
-    """Return the error of the block before each segment that forecasts it best, relative to ``error_A``, ``[A]``."""
+    """Return each segment's smallest forecast error from any earlier block, relative to ``error_A``, ``[A]``."""
     half_A = age_A // 2
     newer_AX = shares.mean(np.zeros_like(age_A), half_A)
     block_BX = shares.mean(blocks.start_B, blocks.stop_B)
     ratio_AB = (newer_AX**2).sum(axis=1)[:, None] - 2.0 * newer_AX @ block_BX.T + (block_BX**2).sum(axis=1)
-    # Error that independent steps would have between two means of so few of them.
+    # Expected difference between two means over so few steps if the steps were independent.
     sampling_AB = shares.noise * (1.0 / half_A[:, None] + 1.0 / np.minimum(half_A[:, None], blocks.length_B))
     ratio_AB /= np.maximum(np.maximum(error_A[:, None], sampling_AB), 1e-30)
     ratio_AB[blocks.start_B < age_A[:, None]] = np.inf
@@ -247,7 +251,7 @@ def _jump_ratios(shares: _SummedShares, age_A: npt.NDArray[np.int64], error_A: F
 
 
 def _change_ages(max_age: int) -> npt.NDArray[np.int64]:
-    """Return the ages at which to look for a change: every step from 2 to 32, then in steps of about an eighth."""
+    """Return the ages at which to look for a change: every age from 2 to 32, then increments of about an eighth."""
     ages = []
     age = _MIN_CHANGE_AGE
     while age <= max_age:
@@ -257,7 +261,7 @@ def _change_ages(max_age: int) -> npt.NDArray[np.int64]:
 
 
 def _lookbacks(history: int) -> list[int]:
-    """Return the look-backs to try: 16 steps, doubled while below ``history``, and ``history`` itself.
+    """Return the look-backs to try: 16 steps, repeatedly doubled while below ``history``, and ``history`` itself.
 
     Examples
     --------
@@ -276,18 +280,18 @@ def _forecast_errors(
     Parameters
     ----------
     cumulative
-        Token shares as returned by ``_cumulative_shares``; must include all positions below.
+        Token shares as returned by ``_cumulative_shares``. They must include all positions in the other arguments.
     target
         Newer and older end of the interval to forecast.
     start
-        Newer end of all histories.
+        Newer end, shared by all histories.
     stops
         Older end of each history.
 
     Returns
     -------
     Float64
-        float64 ``[K]``, mean over the layers, one value per history.
+        float64 ``[K]``, one error per history, averaged over the layers.
     """
     newer, older = target
     actual_LE = (cumulative[older] - cumulative[newer]) / (older - newer)
@@ -302,12 +306,12 @@ def _forecast_errors(
 def _cumulative_shares(heat_TLE: Counts, lengths: Sequence[int]) -> dict[int, Float64]:
     """Return each expert's token share, summed over the newest ``n`` steps, for each ``n`` in ``lengths``.
 
-    The sum between two of these positions is then a difference and needs no further pass over the heat.
+    The sum between any two of these positions is then a difference of two sums, without another pass over the heat.
 
     Returns
     -------
     dict of int to Float64
-        float64 ``[L, E]`` for each length.
+        float64 ``[L, E]``, by length.
     """
     steps = len(heat_TLE)
     inverse_TL = 1.0 / np.maximum(heat_TLE.sum(axis=2, dtype=np.float64), 1.0)

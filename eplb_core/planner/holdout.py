@@ -1,11 +1,11 @@
-"""Hold-out for small batches: candidates are judged with whole tokens, on steps that they were not fitted to.
+"""Hold-out for small batches: evaluate candidates with whole tokens, on steps that they were not fitted to.
 
 The search balances expected loads in episodes of several steps. If a step has few tokens, the ranks' actual loads
-differ from the expected ones. A placement then scores better on its own window than on later steps, because it is
-fitted to experts that happened to be chosen in the same step. It may even gain nothing. Each candidate for such a layer
-therefore has a counterpart that is fitted to one half of the window and scored step by step on the other half.
+differ from the expected loads. A placement then also scores better on its own window than on later steps, because it is
+fitted to experts that happened to be chosen in the same step, and it may even gain nothing. Each candidate for such a
+layer therefore has a counterpart that is fitted to one half of the window and scored step by step on the other half.
 
-Large batches do not need this hold-out: with them, both effects are below one percent.
+Large batches do not need this hold-out, because both effects are then below one percent.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from eplb_core.solver.whole_tokens import thinned
 from eplb_core.solver.window import standard_error
 
 SMALL_BATCH = 512.0
-"""Choices per rank and step up to which layers are held out. At 128, placements from scratch do 0.7 % worse on the next
-window than on the one they were fitted to; at 8 it is 3 %, and at 0.5 it is 8 % (64 experts on 8 ranks x 10 slots, 192
-steps)."""
+"""Maximum number of expert choices per rank and step for which a layer is held out. With 128 choices, placements from
+scratch are 0.7 % worse on the next window than on the one they were fitted to. With 8 they are 3 % worse, and with 0.5
+they are 8 % worse (64 experts on 8 ranks x 10 slots, 192 steps)."""
 _MIN_STEPS = 8
-"""Fewest steps with tokens for which the window is divided by time. With fewer, the tokens of each step are divided."""
+"""Minimum number of steps with tokens to split the window by time. With fewer, each step's tokens are split instead."""
 _OPTIMISM_LEFT = 0.5
-"""Optimism of a fit to the whole window, as a fraction of that of a fit to half of it. Optimism falls as one over the
-number of steps. On drawn and recorded steps of 1 to 256 tokens, promises made with 0.5 are off by at most 2 %, with 1.0
-by up to 9 %."""
+"""Optimism of a fit to the whole window, relative to a fit to half of it. Optimism is inversely proportional to the
+number of steps. On synthetic and recorded steps of 1 to 256 tokens, promises are off by at most 2 % with a value of 0.5
+and by up to 9 % with 1.0."""
 _SURE_ERRORS = 3.0
-"""Standard errors by which a gain must exceed its cost. It is strict because each of many layers could move by
-chance."""
+"""Required margin of a gain over its cost, in standard errors. The test is strict because, with many layers, some would
+otherwise move by chance."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Parts:
     Parameters
     ----------
     fit_TLE
-        ``[T, L, E]``, training half: heat that placements are fitted to.
+        ``[T, L, E]``, training half: the heat that candidates are fitted to.
     test_TLE
-        ``[T, L, E]``, held-out half: heat that they are judged on.
+        ``[T, L, E]``, held-out half: the heat that candidates are evaluated on.
     """
 
     fit_TLE: Counts
@@ -54,7 +54,7 @@ class Parts:
 
     @classmethod
     def of(cls, heat_TLE: Counts) -> Parts:
-        """Divide a window into older and newer steps, or divide each step's tokens if there are too few steps."""
+        """Split a window into older and newer steps, or split each step's tokens if there are too few steps."""
         busy = np.flatnonzero(heat_TLE.any(axis=(1, 2)))
         if busy.size < _MIN_STEPS:
             fit_TLE = thinned(heat_TLE, 0)
@@ -64,7 +64,7 @@ class Parts:
 
     @classmethod
     def halves(cls, heat_TLE: Counts, episodes: int) -> Parts:
-        """Divide a window at the step at which the solver divides its episodes in halves."""
+        """Split a window at the same step at which the solver splits its episodes into halves."""
         cut = (episodes // 2) * len(heat_TLE) // episodes
         return cls(heat_TLE[:cut], heat_TLE[cut:])
 
@@ -80,7 +80,7 @@ class HeldOut:
     error
         Standard error of the mean gain.
     gap
-        Increase of the candidate's PAR from the training half to the held-out half.
+        Increase in the candidate's PAR from the training half to the held-out half.
     """
 
     gain_T: Float64
@@ -89,12 +89,12 @@ class HeldOut:
 
     @property
     def gain(self) -> float:
-        """Mean gain; 0 if no step had tokens."""
+        """Mean gain in PAR; 0 if no step had tokens."""
         return float(self.gain_T.mean()) if self.gain_T.size else 0.0
 
     @property
     def optimism(self) -> float:
-        """Expected increase of PAR from a whole window to the next, for a candidate fitted to that window."""
+        """Expected increase in PAR from one window to the next, for a candidate fitted to the whole first window."""
         return _OPTIMISM_LEFT * max(self.gap, 0.0)
 
     def is_sure(self, cost: float) -> bool:
@@ -110,7 +110,7 @@ def held_out(
     source_R1E: Float64 | None,
     split: str,
 ) -> HeldOut:
-    """Judge one layer's candidate on the held-out half of a window.
+    """Evaluate one layer's candidate on the held-out half of a window.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def held_out(
     layer
         Index of the layer.
     current
-        Deployed placement of this layer, and its tables int32 ``[R, 1, E]``.
+        Deployed placement of this layer and its tables, int32 ``[R, 1, E]``.
     candidate
         Placement and tables of this layer, fitted to the training half.
     source_R1E
@@ -140,7 +140,8 @@ def held_out(
     gain_T = current_T - candidate_T
     error = standard_error(gain_T)
     if gain_T.size and gain_T.size < _MIN_STEPS:
-        # With so few steps the measured error is unreliable. Assume that the hottest rank's tokens are Poisson.
+        # With so few steps, the measured error is unreliable. Estimate it by assuming that the hottest rank's token
+        # count is Poisson distributed.
         tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / current[0].ranks
         error = float(np.sqrt(((current_T + candidate_T) / tokens_T).sum()) / gain_T.size)
     return HeldOut(gain_T, error, 0.0 if math.isnan(gap) else gap)
@@ -149,21 +150,22 @@ def held_out(
 def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain: float) -> set[int]:
     """Return the layers whose change pays off.
 
-    A change pays off if its gain exceeds its cost by three standard errors. If the mean gain of all candidates does,
-    every change pays off whose mean gain exceeds its cost.
+    A change pays off if its mean gain exceeds its cost plus ``min_gain`` by three standard errors. If this also holds
+    for the average over all candidates, the standard errors are ignored, and each change only needs a mean gain above
+    its cost plus ``min_gain``.
 
     Parameters
     ----------
     results
         Result of the candidate on the held-out half, by layer.
     costs
-        PAR that the layer's moves must gain, by layer.
+        Cost of the layer's moves, in PAR, by layer.
     min_gain
-        PAR that any change must gain.
+        Minimum PAR improvement of any change.
 
     Examples
     --------
-    One layer with a gain of 0.05 and a standard error of 0.02 is uncertain. Ten such layers together are not:
+    A single layer with a gain of 0.05 and a standard error of 0.02 is uncertain. Ten such layers together are not:
 
     >>> result = HeldOut(gain_T=np.full(64, 0.05), error=0.02, gap=0.0)
     >>> costs = {layer: 0.01 for layer in range(10)}
@@ -186,7 +188,7 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
 
 
 def _error_of_mean(results: Sequence[HeldOut]) -> float:
-    """Return the standard error of the mean gain over several layers, whose gains are correlated in each step."""
+    """Return the standard error of the mean gain over several layers, whose gains may be correlated within a step."""
     independent = math.sqrt(sum(result.error**2 for result in results)) / len(results)
     steps = min(result.gain_T.size for result in results)
     if steps < _MIN_STEPS:

@@ -1,4 +1,4 @@
-"""Change of one layer: the solver's result is checked, scored step by step, and accepted or rejected."""
+"""Check the solver's result for one layer, score it step by step, and accept or reject the change."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class LayerOutcome(NamedTuple):
     """Outcome of a decision for one layer that was solved."""
 
     verdict: LayerVerdict
-    """Figures and reason."""
+    """Verdict, with the layer's figures and the reason."""
     change: LayerPlan | None
-    """Change of the layer; ``None`` if it stays as it is."""
+    """Change to the layer; ``None`` if it is kept."""
     par_T: Float64
-    """float64 ``[T]``, PAR of each step of the window after the decision; NaN without tokens."""
+    """float64 ``[T]``, PAR of each step in the window under the decided layout; NaN without tokens."""
 
 
 def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | SolverError) -> LayerOutcome:
-    """Decide if a layer changes as the solver proposes.
+    """Decide whether to accept the change that the solver proposes for a layer.
 
     Parameters
     ----------
     figures
-        Figures of all layers under the current layout.
+        Figures for all layers under the current layout.
     layer
         Index of the layer.
     result
-        The solver's result for the layer, or the error that it ended with.
+        The solver's result for the layer, or the error with which it failed.
     """
 
     def kept(reason: str) -> LayerOutcome:
@@ -71,7 +71,7 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
     try:
         if isinstance(result, SolverError):
             raise result
-        # A defect of the solver must not reach the ranks.
+        # A solver bug must not affect the ranks.
         check_layer(result.found.phy2log_RS, request.placement.experts)
         check_log2phy(result.found.log2phy_GE, result.found.phy2log_RS)
     except (SolverError, PlacementError) as error:
@@ -94,11 +94,11 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
 def _rejection(
     figures: LayerFigures, result: LayerResult, verdict: LayerVerdict, par_T: Float64
 ) -> str | None:
-    """Return the reason to reject a change on the window's steps; ``None`` to accept it.
+    """Return the reason to reject a change, judged on the window's steps, or ``None`` to accept it.
 
-    Under a cost curve, the change must save time. Otherwise it must lower the PAR of the steps and, with a small batch,
-    promise no higher PAR than the current one. With a large batch, the promise may be higher: on drift, the solver's
-    hold-out has shown that keeping the layer would do worse on later steps as well.
+    With a cost curve, the change must save time. Otherwise, it must lower the PAR of the steps. With small batches, the
+    promised PAR must not exceed the current one either. With large batches it may, because under drift the solver's
+    hold-out has shown that keeping the layer would do even worse on later steps.
     """
     if verdict.us_planned is not None:
         if _pays_in_time(figures, verdict.layer, verdict.moves, verdict.us_planned):
@@ -106,8 +106,8 @@ def _rejection(
         return f"kept: the change saves too little time for its {verdict.moves} moves ({verdict.reason})"
     if not _is_warm_flashlb(figures.request):
         return None
-    # A change that does not lower the PAR of steps lowers only the PAR of episodes. If it is fitted to fading heat,
-    # only the newer half of the window counts, because the older half does not predict later steps.
+    # The search lowers the PAR of episodes, which does not guarantee a lower PAR per step. If the change is fitted to
+    # fading heat, only the newer half of the window counts, because the older half does not predict later steps.
     first = par_T.size // 2 if math.isfinite(result.half_life) else 0
     before = float(mean_par(figures.par_TL[first:, verdict.layer]))
     after = float(mean_par(par_T[first:]))
@@ -119,15 +119,15 @@ def _rejection(
 
 
 def _is_warm_flashlb(request: SolveRequest) -> bool:
-    """Return True if flashlb plans from the current layout instead of from scratch."""
+    """Return True if the policy is flashlb and plans from the current layout instead of from scratch."""
     return request.search.warm and request.settings.policy == "flashlb"
 
 
 def _pays_in_time(figures: LayerFigures, layer: int, moves: int, us: float) -> bool:
-    """Return True if a change saves enough time for its moves, or if the solver has checked that already.
+    """Return True if a change saves enough time to pay for its moves, or if the solver has already checked that.
 
-    If the host splits by step, placements are searched by tokens. Only the cost curve shows if a better balance is
-    worth the weight reads of more active replicas.
+    If the host splits by step, the solver balances tokens and ignores time. Only the cost curve shows whether the
+    better balance outweighs the additional weight reads when more replicas are active.
     """
     settings = figures.request.settings
     placement = figures.request.placement
@@ -139,7 +139,7 @@ def _pays_in_time(figures: LayerFigures, layer: int, moves: int, us: float) -> b
 
 
 class _ScoredLayer:
-    """One layer under a candidate's placement and tables, to be scored on the steps of the window."""
+    """One layer with a candidate's placement and tables, scored on the steps of the window."""
 
     def __init__(self, request: SolveRequest, layer: int, candidate: Candidate) -> None:
         window = request.window
@@ -156,7 +156,7 @@ class _ScoredLayer:
         )
 
     def par_of_steps(self, *, has_few_tokens: bool) -> Float64:
-        """Return the PAR of each step, float64 ``[T]``. With few tokens, its mean is that of several draws."""
+        """Return the PAR of each step, float64 ``[T]``; with few tokens, shifted to the mean of several draws."""
         heat_TLE = self._request.window.heat_TLE
         par_T1 = par_by_step(split_steps(heat_TLE, *self._layout, layer_K=self._layer_1))
         if has_few_tokens:
@@ -164,7 +164,7 @@ class _ScoredLayer:
         return par_T1[:, 0]
 
     def slowest_us(self, curve: CostCurve) -> float:
-        """Return the mean time per step of the slowest rank, in microseconds."""
+        """Return the slowest rank's mean time per step, in microseconds."""
         heat_TLE = self._request.window.heat_TLE
         return float(mean_par(split_us(heat_TLE, *self._layout, curve, layer_K=self._layer_1)))
 

@@ -1,4 +1,4 @@
-"""Figures of all layers under the current layout, measured before any layer is solved."""
+"""Figures for all layers under the current layout, measured before any layer is solved."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from eplb_core.planner.score import (
 from eplb_core.planner.settings import STEP
 
 _MIN_READING_STEPS = 0.95
-"""Fraction of the steps that must have few tokens for a layer to be left alone. It tolerates short prefills in
-between."""
+"""Minimum fraction of steps with few tokens for a layer to be left alone. It tolerates short prefills in between."""
 
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """Figures of all layers under the current layout, on which a decision is based.
+    """Figures for all layers under the current layout, on which a decision is based.
 
     Parameters
     ----------
     request
-        Request of the decision.
+        Inputs of the decision.
     move_price
         Gain required to move every slot of a layer, as a fraction of its PAR.
     why_ungrouped
-        Reason if the requested expert groups cannot be kept on nodes; otherwise empty.
+        Reason why the requested expert groups cannot be kept on nodes; empty if they can, or if none are requested.
     par_TL
         float64 ``[T, L]``, PAR of each step; NaN without tokens.
     par_L
@@ -50,13 +49,15 @@ class LayerFigures:
     episode_par_L
         float64 ``[L]``, mean PAR of the episodes; 1 without tokens.
     bound_L
-        float64 ``[L]``, PAR that token sampling and the experts' volatility give balanced ranks in episodes.
+        float64 ``[L]``, PAR in episodes that balanced ranks would have because of token sampling and the experts'
+        volatility.
     us_L
-        float64 ``[L]``, microseconds per step of the slowest rank; NaN without a cost curve or tokens.
+        float64 ``[L]``, the slowest rank's microseconds per step; NaN without a cost curve or tokens.
     small_batch_L
-        bool ``[L]``, True for layers whose steps have so few tokens that changes are held out; see ``planner.holdout``.
+        bool ``[L]``, True for layers whose steps have so few tokens that changes need a hold-out; see
+        ``planner.holdout``.
     reading_L
-        bool ``[L]``, True for layers whose experts get so few tokens that steps only wait for weight reads.
+        bool ``[L]``, True for layers whose experts receive so few tokens that step time is limited by weight reads.
     """
 
     request: SolveRequest
@@ -73,16 +74,16 @@ class LayerFigures:
 
 
 def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str) -> LayerFigures:
-    """Measure all layers under the current layout: per step for the verdicts, per episode for the decision.
+    """Measure all layers under the current layout: per step for the verdicts, and per episode for the decision.
 
     Parameters
     ----------
     request
-        Request of the decision.
+        Inputs of the decision.
     move_price
         Gain required to move every slot of a layer, as a fraction of its PAR.
     why_ungrouped
-        Reason if the requested expert groups cannot be kept on nodes; otherwise empty.
+        Reason why the requested expert groups cannot be kept on nodes; empty if they can, or if none are requested.
     """
     window = request.window
     settings = request.settings
@@ -95,7 +96,7 @@ def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str)
         par_TL[:, small_batch_L] = centre_on_draws(par_TL, drawn_TL)[:, small_batch_L]
     par_L = mean_par(par_TL, axis=0)
     if settings.split == STEP:
-        # Every step is balanced separately, so neither token sampling nor the experts' volatility sets a floor.
+        # Every step is balanced separately, so neither token sampling nor the experts' volatility raises the floor.
         floor_L = np.where(np.isnan(par_L), np.nan, 1.0)
         bound_L = np.ones(window.layers)
     else:
@@ -120,9 +121,9 @@ def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str)
 
 
 def centre_on_draws(par_TL: Float64, drawn_TL: Float64) -> Float64:
-    """Shift the PAR of each step, from one draw of whole tokens, to the mean of several draws.
+    """Shift the PARs of the steps, which come from a single draw of whole tokens, to the mean of several draws.
 
-    The result scatters between steps as served steps do, but its mean depends less on the random numbers.
+    The result varies between steps as much as served steps do, but its mean depends less on the random numbers.
 
     Examples
     --------
@@ -134,9 +135,9 @@ def centre_on_draws(par_TL: Float64, drawn_TL: Float64) -> Float64:
 
 
 def _small_batch_layers(request: SolveRequest, served: ServedWindow) -> npt.NDArray[np.bool_]:
-    """Return the layers with few tokens per step, bool ``[L]``; none if the host splits by step.
+    """Return a mask of the layers with few tokens per step, bool ``[L]``.
 
-    Such a host splits few tokens as evenly as many.
+    No layer counts if the host splits by step, because such a host splits few tokens as evenly as many.
     """
     busy_steps_L = np.maximum((served.tokens_TK > 0).sum(axis=0), 1)
     mean_tokens_L = served.tokens_TK.sum(axis=0) / busy_steps_L
@@ -160,7 +161,7 @@ def _episode_par(request: SolveRequest, served: ServedWindow) -> Float64:
 def _episode_bound(request: SolveRequest, served: ServedWindow) -> Float64:
     """Return the PAR that balanced ranks are expected to have in episodes, float64 ``[L]``.
 
-    It is 1 for a layer without tokens, because nothing can be gained there.
+    The bound is 1 for a layer without tokens, where nothing can be gained.
     """
     if request.episodes > 1:
         return volatility_bound(served)
@@ -169,10 +170,10 @@ def _episode_bound(request: SolveRequest, served: ServedWindow) -> Float64:
 
 
 def _reading_layers(request: SolveRequest) -> npt.NDArray[np.bool_]:
-    """Return the layers whose steps only wait for weight reads, as estimated for the device, bool ``[L]``.
+    """Return a mask of the layers whose step time is limited by weight reads, estimated for the device, bool ``[L]``.
 
-    In such a layer, all experts stay below the knee of the device's curve in nearly all steps. No layer qualifies if
-    the deployment's cost curve is known.
+    In such a layer, no expert exceeds the knee of the device's curve in nearly all steps. No layer qualifies if the
+    deployment's cost curve is known.
     """
     window = request.window
     settings = request.settings

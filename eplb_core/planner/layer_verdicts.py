@@ -1,4 +1,4 @@
-"""Verdicts on layers: figures before and after a decision, and the reason in one line for operators."""
+"""Verdicts on layers: figures before and after a decision, and a one-line reason for operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eplb_core.solver.model import FRESH, TABLES
 
 
 def keep_verdict(figures: LayerFigures, layer: int, reason: str) -> LayerVerdict:
-    """Return the verdict on a layer that stays as it is."""
+    """Return the verdict on a layer that is kept."""
     par = float(figures.par_L[layer])
     floor = float(figures.floor_L[layer])
     us = float(figures.us_L[layer])
@@ -31,13 +31,14 @@ def change_verdict(
 ) -> LayerVerdict:
     """Return the verdict on a layer that changes.
 
-    The promised PAR is that of the window plus the optimism. It is at least the noise floor, because the next window is
-    another draw of tokens. A hold-out has allowed for that already.
+    The promised PAR is the window's PAR plus the optimism. Unless the change was held out, the promise is at least the
+    noise floor or the current PAR, whichever is lower, because the next window is a different draw of tokens. The
+    hold-out already accounts for that.
 
     Parameters
     ----------
     figures
-        Figures of all layers under the current layout.
+        Figures for all layers under the current layout.
     layer
         Index of the layer.
     result
@@ -45,9 +46,9 @@ def change_verdict(
     moves
         Number of slots that receive weights.
     par
-        PAR per step of the window under the new layout.
+        Mean PAR of the window's steps under the new layout.
     us
-        Microseconds per step of the slowest rank under the new layout; ``None`` without a cost curve.
+        The slowest rank's microseconds per step under the new layout; ``None`` without a cost curve.
     """
     before = keep_verdict(figures, layer, "")
     was_held_out = bool(figures.small_batch_L[layer]) and result.held is not None

@@ -1,4 +1,4 @@
-"""Gain in time as the ranks measured it: step times before and after switches, with an interval over the switches."""
+"""Measured gain in time: compare step times before and after switches, and estimate a confidence interval."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from eplb_core.heat.sources import ServedSteps
 from eplb_core.placement import Float64
 
 MIN_SWITCHES = 4
-"""Fewest switches, with step times on both sides, from which a gain is measured."""
+"""Minimum number of switches, with step times before and after each, to measure a gain."""
 NEAR_STEPS = 64
-"""Limit on the steps compared on either side of a switch."""
+"""Maximum number of steps compared on either side of a switch."""
 _MIN_STEPS = 8
-"""Fewest matched steps on either side of a switch from which its effect is estimated."""
+"""Minimum number of matched steps on either side of a switch to estimate its effect."""
 _BIN_WIDTH = math.log(1.1)
-"""Width of a bin of step sizes, in the logarithm of the tokens. Steps in the same bin differ by at most about a
-tenth."""
+"""Width of a step-size bin, in log tokens. The sizes of steps in the same bin differ by at most about 10 %."""
 _T_995 = (
     63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355,
     3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921,
 )  # fmt: skip
-"""Student's t at 0.995, for 1 to 16 degrees of freedom: a 99 % interval, because operators check the figures often."""
+"""0.995 quantile of Student's t distribution, for 1 to 16 degrees of freedom. It gives a 99 % interval. The level is
+high because operators check the figures often."""
 
 
 def effect_of(plan: SwitchedPlan, plans: Sequence[SwitchedPlan], served: ServedSteps) -> SwitchEffect | None:
-    """Return the change that a plan made to step time and to the tokens of the slowest ranks.
+    """Return the effect of a plan on step time and on the tokens of the slowest ranks.
 
     Steps before the decision are compared with steps after the last layer switched. Only steps with about the same
-    number of tokens are compared. A linear trend over the steps, and another over their tokens, is fitted together with
-    the change. Neither a trend nor the size of the steps is therefore mistaken for an effect of balance.
+    number of tokens are compared. The fit also includes a linear trend over the step numbers and one over the tokens,
+    so neither a trend nor the step size is mistaken for an effect of the balance.
 
     Parameters
     ----------
     plan
         The plan to evaluate.
     plans
-        All recent plans, including this one. Steps during the others are not compared.
+        All recent plans, including this one. Steps during other plans are not compared.
     served
         Steps with their times and tokens.
 
     Returns
     -------
     SwitchEffect | None
-        ``None`` if either side has too few comparable steps.
+        ``None`` if there are too few comparable steps before or after the plan.
     """
     step_T = served.step_T
     begin, end = _compared_range(plan, plans)
@@ -69,7 +69,7 @@ def effect_of(plan: SwitchedPlan, plans: Sequence[SwitchedPlan], served: ServedS
 
 
 def _compared_range(plan: SwitchedPlan, plans: Sequence[SwitchedPlan]) -> tuple[float, float]:
-    """Return the first step to compare and the step after the last: near the plan, and clear of other plans."""
+    """Return the first step to compare and the end (exclusive) of a range near the plan that avoids other plans."""
     begin = plan.asked_step - NEAR_STEPS
     end = plan.end_step + NEAR_STEPS
     for neighbour in plans:
@@ -85,7 +85,7 @@ def _compared_range(plan: SwitchedPlan, plans: Sequence[SwitchedPlan]) -> tuple[
 def _matched(
     tokens_T: Float64, before_T: npt.NDArray[np.bool_], after_T: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return the steps of each side that have a counterpart of about the same size on the other side."""
+    """Return masks of the steps before and after a plan, restricted to sizes that occur on both sides."""
     bin_T = np.floor(np.log(np.maximum(tokens_T, 1.0)) / _BIN_WIDTH)
     common = np.intersect1d(bin_T[before_T], bin_T[after_T])
     matched_T = np.isin(bin_T, common)
@@ -94,18 +94,18 @@ def _matched(
 
 @dataclass(frozen=True)
 class MeasuredPrice:
-    """Step time per token of the slowest ranks, measured over several switches.
+    """Step time per token on the slowest ranks, measured across several switches.
 
     Parameters
     ----------
     us_per_token
-        Microseconds of step time for each token of the slowest ranks.
+        Microseconds of step time per token on the slowest ranks.
     low
-        Lower end of its 99 % interval.
+        Lower end of the 99 % interval of ``us_per_token``.
     high
-        Upper end of its 99 % interval.
+        Upper end of the 99 % interval of ``us_per_token``.
     switches
-        Number of switches that it was measured over.
+        Number of switches used for the measurement.
     """
 
     us_per_token: float
@@ -115,16 +115,17 @@ class MeasuredPrice:
 
 
 def measured_price(effects: Sequence[SwitchEffect]) -> MeasuredPrice | None:
-    """Return the step time that each token fewer on the slowest ranks saved, over all switches.
+    """Return the step time saved for each token removed from the slowest ranks, over all switches.
 
-    It is the time that all switches saved, divided by the tokens that they saved, so that one large switch does not
-    decide it. The interval reflects the differences between the switches. Each residual is divided by one less the
-    switch's weight (as in HC3). The degrees of freedom are the effective number of switches, less one.
+    The price is the total time saved by all switches, divided by the total number of tokens saved, so that no single
+    large switch dominates. The interval reflects the differences between the switches. Each residual is divided by one
+    minus the switch's weight (as in HC3). The number of degrees of freedom is the effective number of switches minus
+    one.
 
     Returns
     -------
     MeasuredPrice | None
-        ``None`` if fewer than ``MIN_SWITCHES`` switches changed balance.
+        ``None`` if fewer than ``MIN_SWITCHES`` switches changed the tokens of the slowest ranks.
 
     References
     ----------
@@ -133,7 +134,7 @@ def measured_price(effects: Sequence[SwitchEffect]) -> MeasuredPrice | None:
 
     Examples
     --------
-    Four switches whose times follow the tokens at about 10 us each:
+    Four switches that save about 10 us per token:
 
     >>> effects = [SwitchEffect(us, tokens, 64) for us, tokens in ((900, 90), (510, 50), (705, 70), (1180, 120))]
     >>> price = measured_price(effects)

@@ -1,7 +1,7 @@
-"""Schedule of decisions: when to decide next, on which steps, and how long the result is expected to serve.
+"""Decision schedule: when to decide next, which steps to use, and how long the result is expected to serve.
 
-A deployment decides soon after its realised peak-to-average ratio (PAR) departs from the promised one, rarely while
-decisions gain nothing, and on average within its CPU budget.
+A deployment makes a decision soon after its realised peak-to-average ratio (PAR) rises above the promised one. While
+decisions gain nothing, it decides rarely. On average, it stays within its CPU budget.
 """
 
 from __future__ import annotations
@@ -18,105 +18,112 @@ from eplb_core.planner.heat_changes import MIN_LOOKBACK, find_change, has_change
 from eplb_core.planner.plan import Promise, channels_of
 
 _SETTLING_STEPS = MIN_LOOKBACK
-"""Age up to which a new segment is settling: decisions come in quick succession and the test is suspended."""
+"""Maximum age, in steps, at which a new segment is still settling. In a settling segment, decisions follow in quick
+succession and the change test is suspended."""
 _MIN_INTERVAL = 24
-"""Shortest interval between decisions, in steps, once a segment has settled. On drift (``make bench-decide``, ten
-seeds), 12 steps lower the realised PAR by 2.5 % but take 2.6 times the decisions; 32 steps raise it by 0.7 % and save a
-fifth of them."""
+"""Minimum interval between decisions, in steps, once a segment has settled. On drift (``make bench-decide``, ten
+seeds), 12 steps lower the realised PAR by 2.5 % but require 2.6 times as many decisions. 32 steps raise it by 0.7 % and
+save a fifth of the decisions."""
 _FIRST_DECISION_AGE = 4
-"""Age at which a new segment gets its first decision: just enough for two halves of two steps each."""
+"""Age, in steps, at which the first decision in a new segment is due. It is just enough for two halves of two steps."""
 _DEFAULT_SEGMENT_STEPS = 256
-"""Expected length of a segment until the first one has ended."""
+"""Expected segment length, in steps, until the first segment has ended."""
 _MAX_SEGMENTS = 4
-"""Number of finished segments kept; their mean length predicts that of the next."""
+"""Number of finished segments to remember. Their mean length predicts the length of the next one."""
 
 _CUSUM_ALLOWANCE = 1.0
-"""Standard deviations subtracted from every step's excess: half of the smallest shift worth detecting."""
+"""Number of standard deviations subtracted from each step's excess, half of the smallest shift worth detecting."""
 _CUSUM_THRESHOLD = 11.0
-"""Sum, in standard deviations, that raises an alarm. Tuned by hand for less than one false alarm in 10,000 steps."""
+"""Sum, in standard deviations, above which an alarm is raised. Tuned by hand for less than one false alarm in 10,000
+steps."""
 _CUSUM_FREEZE = 3.0
-"""Sum above which a channel stops learning, so that a possible change does not become the new expectation."""
+"""Sum, in standard deviations, above which a channel stops learning, so that a possible change does not become the new
+expectation."""
 _MIN_RELATIVE_DEVIATION = 0.01
-"""Lower bound of a step's standard deviation, as a fraction of the expected PAR."""
+"""Lower bound on a step's standard deviation, as a fraction of the expected PAR."""
 _MAX_PROMISE_STEPS = 32
-"""Upper bound of a promise's weight, in steps, against the steps served since."""
+"""Maximum weight of a promise, in steps, relative to the steps served since."""
 _CLIP_DEVIATIONS = 3.0
-"""Standard deviations at which a step's excess is clipped before the expectation is updated."""
+"""Number of standard deviations at which a step's excess is clipped before it updates the expectation."""
 _LEARNING_STEPS = 16
-"""Steps for which a channel is learning if its promise is not held out or had no tokens."""
+"""Number of steps for which a channel is learning if its promise is not held out or is based on no tokens."""
 _LEARNING_WEIGHT = 4
-"""Weight, in steps, of a promise that is not held out against the steps served since."""
+"""Weight of a promise that is not held out, in steps, relative to the steps served since."""
 _MIN_LEARNING_DEVIATION = 0.1
-"""Lower bound of a step's standard deviation while a channel is learning, as a fraction of the expected PAR. It exceeds
-the difference between steps that a placement was fitted to and unseen ones, and is far below a change of workload."""
+"""Lower bound on a step's standard deviation while a channel is learning, as a fraction of the expected PAR. It exceeds
+the PAR difference between the steps that a placement was fitted to and later steps, but is far below the effect of a
+workload change."""
 _RETAINED_INFLATION = 0.9
-"""Fraction of the measured variance inflation, less 1, that is a lower bound for the next promise."""
+"""Fraction of the measured excess variance inflation (above 1) that is retained as a lower bound for the next
+promise."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Schedule of a deployment that decides when its heat changes (immutable).
+    """Decision schedule of a deployment, driven by changes in its heat (immutable).
 
-    Results do not depend on how many steps arrive together.
+    Results do not depend on how the served steps are batched.
 
-    The steps served are divided into *segments* of similar heat:
+    The served steps are divided into *segments* of similar heat:
 
-    - An alarm starts a new segment. Decisions follow when it is 4, 8 and 16 steps old and use only its own steps.
-    - If its heat turns out to be the same as before, the alarm was due to a burst or to drift. The previous segment is
-      resumed and the next decision follows after the minimum interval (``dismissed``).
-    - A decision also looks for a change that raised no alarm. If it finds one, it starts a new segment in the same way
-      and uses only the steps since (``weighed``). A decision that falls due within the first four steps of a possible
-      change waits until that change is four steps old.
-    - In a settled segment, the interval doubles if a decision changes nothing or if the previous change did not gain
-      more than its standard error. It halves if the decision changes something and the previous change did gain more.
-    - Moves must pay for themselves before the next decision or, while a segment is settling, within the mean length of
-      past segments (``serving_steps``).
-    - A decision is postponed until enough steps have passed to pay for the CPU time of all earlier ones (``charged``).
+    - An alarm starts a new segment. Decisions are due when it is 4, 8 and 16 steps old and use only its own steps.
+    - If the segment's heat turns out to be the same as before, the alarm was caused by a burst or by drift. The
+      previous segment is resumed, and the next decision is due after the minimum interval (``dismissed``).
+    - A decision also looks for a change that did not raise an alarm. If it finds one, it starts a new segment in the
+      same way and uses only the steps since the change (``weighed``). A decision that falls due within the first four
+      steps of a possible change is delayed until the change is four steps old.
+    - In a settled segment, the interval doubles if a decision changes nothing, or if the previous change gained no more
+      than its standard error. It halves if the decision changes something and the previous change did gain more.
+    - Moves must pay off before the next decision or, while a segment is settling, within the mean length of past
+      segments (``serving_steps``).
+    - A decision is postponed until enough steps have passed to pay for the CPU time of all earlier decisions
+      (``charged``).
 
-    Alarms come from a one-sided CUSUM test on every *channel*: each layer's PAR, and the mean PAR over the layers. The
-    test sums how far the realised PAR of each step exceeds the expected one, less an allowance of one standard
-    deviation, and resets the sum to zero whenever it turns negative. A sum above the threshold raises an alarm, and the
-    change is dated to the step at which that sum was last zero. The test is self-starting: the expectation begins as
-    the promise and is then updated from the steps served, so a slightly optimistic promise raises no alarm. The
-    standard deviation is inflated by the correlation between neighbouring steps.
+    Alarms come from a one-sided CUSUM test on every *channel*: each layer's PAR, and the mean PAR over the layers. For
+    each step, the test adds the amount by which the realised PAR exceeds the expected PAR, minus an allowance of one
+    standard deviation. It resets the sum to zero whenever it becomes negative. A sum above the threshold raises an
+    alarm, and the change is dated to the step at which the sum was last zero. The test is self-starting: the
+    expectation is initially the promise and is then updated from the served steps, so a slightly optimistic promise
+    does not raise an alarm. The standard deviation is inflated to account for the correlation between consecutive
+    steps.
 
     Parameters
     ----------
     first
-        Steps before the first decision.
+        Number of steps before the first decision.
     memory
         Maximum number of steps that a decision looks back on.
     longest
-        Longest interval between two decisions, in steps.
+        Maximum interval between two decisions, in steps.
     seen
-        Steps served so far.
+        Number of steps served so far.
     due_at
-        Value of ``seen`` at which the next decision is due; ``None`` before the first one.
+        Value of ``seen`` at which the next decision is due; ``None`` before the first decision.
     changed_at
         Value of ``seen`` at which the current segment began.
     interval
-        Steps between decisions while the heat does not change. Bounds are applied when it is used.
+        Number of steps between decisions while the heat does not change, before it is clamped to its bounds.
     paid_at
         Value of ``seen`` at which the CPU time of all decisions so far is paid off.
     segment_lengths
         Lengths of the most recent finished segments, in steps.
     expected
-        Expected PAR of a step, learned from the promise and from the steps since; ``None`` while there is no promise.
+        Expected PAR of a step, learned from the promise and the steps served since; ``None`` if there is no promise.
     sum_C
         float64 ``[L + 1]``, CUSUM of each layer and of the mean, in standard deviations.
     since_C
-        int64 ``[L + 1]``, steps since each sum was last zero.
+        int64 ``[L + 1]``, number of steps since each sum was last zero.
     weight_C
         int64 ``[L + 1]``, weight of each expected mean, in steps, when it is averaged with the next step.
     learning_C
-        int64 ``[L + 1]``, steps for which the test of a channel remains coarse, because little is known of its mean.
+        int64 ``[L + 1]``, number of steps for which each channel's test remains coarse because its mean is uncertain.
     inflation_C
         float64 ``[L + 1]``, variance inflation due to correlated steps, as in ``Promise``.
     alarm
-        The alarm that began the current segment: the layer (``None`` for the mean over the layers) and the steps since
-        the change. ``None`` in the first segment.
+        The alarm that started the current segment: the layer (``None`` for the mean over the layers) and the number of
+        steps since the change. ``None`` in the first segment.
     before_alarm
-        State just before that alarm, to which ``dismissed`` returns.
+        State just before that alarm, restored by ``dismissed``.
 
     References
     ----------
@@ -137,7 +144,7 @@ class Pace:
     [64, 88, 136, 232, 424, 808, 1320]
 
     Suppose an alarm at step 1,402 dates a change to step 1,400. Decisions are then due at steps 1,404, 1,408 and 1,416,
-    each on the steps since 1,400. The next one is due at step 1,440, after the minimum interval of 24.
+    each using the steps since 1,400. The next one is due at step 1,440, after the minimum interval of 24 steps.
     """
 
     first: int
@@ -171,12 +178,12 @@ class Pace:
 
     @property
     def settling(self) -> bool:
-        """True if an alarm began the current segment at most 16 steps ago."""
+        """True if an alarm started the current segment at most 16 steps ago."""
         return self.alarm is not None and self.segment_age <= _SETTLING_STEPS
 
     @property
     def too_recent(self) -> bool:
-        """True if the current segment began at a change too recent to decide on."""
+        """True if the change that started the current segment is too recent to decide on."""
         return self.alarm is not None and self.segment_age < _FIRST_DECISION_AGE
 
     @property
@@ -189,20 +196,20 @@ class Pace:
 
     @property
     def _may_have_just_changed(self) -> bool:
-        """True if a change may have begun too recently to decide on."""
+        """True if there may have been a change that is too recent to decide on."""
         if self.sum_C is None or self.since_C is None or self.expected is None or self.settling:
             return False
         return bool(((self.sum_C > _CUSUM_FREEZE) & (self.since_C < _FIRST_DECISION_AGE)).any())
 
     def follows(self, paid: bool | None) -> bool:
-        """Return True if the previous decision's hold-out results may be reused.
+        """Return True if the next decision may follow the previous one's recommendations.
 
-        They may not be reused while a segment is settling, or if the previous change has not paid off.
+        It must not do so while a segment is settling, or if the previous change has not paid off.
         """
         return not self.settling and paid is not False
 
     def window_steps(self, heat_TLE: Counts) -> int:
-        """Return the number of recent steps to decide on; ``heat_TLE``, ``[T, L, E]``, holds all remembered steps."""
+        """Return the number of recent steps to decide on, given the heat of all remembered steps, ``[T, L, E]``."""
         longest = min(self.segment_age, self.memory, len(heat_TLE))
         if self.due_at is None or longest < 2 * MIN_LOOKBACK:
             return max(longest, 1)
@@ -210,16 +217,16 @@ class Pace:
         return stationary_steps(heat_TLE[len(heat_TLE) - longest :], horizon)
 
     def weighed(self, heat_TLE: Counts) -> Pace:
-        """Return the state to decide from, after checking all remembered heat, ``[T, L, E]``, for changes.
+        """Check all remembered heat, ``[T, L, E]``, for changes, and return the state to base a decision on.
 
-        Heat may have changed without an alarm while the test was suspended, or while a sum was raised but below the
-        threshold. A new segment then starts at that change, and no decision is due until it is four steps old. An alarm
-        whose heat has not changed is dismissed.
+        Heat may have changed without an alarm while the test was suspended, or while a sum was elevated but below the
+        threshold. In that case, a new segment starts at the change, and no decision is due until it is four steps old.
+        If an alarm turns out to be false because the heat has not changed, it is dismissed.
         """
         tested = self.expected is not None and not self.settling
         if tested and self.sum_C is not None and self.sum_C.max() <= _CUSUM_FREEZE:
             return self
-        # Include the change that began this segment, so that steps next to it are not mistaken for a second change.
+        # Include the change that started this segment, so that nearby steps are not mistaken for a second change.
         age = find_change(heat_TLE, self.segment_age + _FIRST_DECISION_AGE)
         if age is not None and age < self.segment_age - (0 if self.settling else _FIRST_DECISION_AGE):
             return self.begun_at(self.seen - age)
@@ -235,17 +242,17 @@ class Pace:
         return self._schedule(self.seen)
 
     def begun_at(self, step: int) -> Pace:
-        """Start a new segment at a change of heat that ``weighed`` has detected at this value of ``seen``.
+        """Start a new segment at a change of heat that ``weighed`` has found; ``step`` is the value of ``seen`` there.
 
-        While a segment is settling, a change close to its start is the one that raised the alarm. The segment's start
-        is then corrected instead.
+        While a segment is settling, a change close to its start is the one that raised the alarm. In that case, the
+        start of the segment is corrected instead.
         """
         if self.settling and step - self.changed_at < _FIRST_DECISION_AGE:
             return replace(self, changed_at=step)._schedule(step + _FIRST_DECISION_AGE)
         return self._start_segment((None, self.seen - step))
 
     def dismissed(self) -> Pace:
-        """Dismiss the latest alarm: resume the previous segment, with the minimum interval and the sums reset."""
+        """Dismiss the latest alarm: resume the previous segment with the minimum interval, and reset the sums."""
         if self.before_alarm is None:
             return self
         return replace(
@@ -261,14 +268,14 @@ class Pace:
         )._reset_sums()
 
     def after_steps(self, par_TL: Float64) -> tuple[Pace, int]:
-        """Process served steps, stopping early once a decision is due or an alarm is raised.
+        """Process served steps, stopping as soon as a decision is due or an alarm is raised.
 
-        Call it again with the remaining steps.
+        The caller passes the remaining steps in another call.
 
         Parameters
         ----------
         par_TL
-            float64 ``[T, L]``, realised PAR; NaN if a layer had no tokens or did not yet serve the decided placement.
+            float64 ``[T, L]``, realised PAR; NaN if a layer had no tokens or was not yet serving its new placement.
 
         Returns
         -------
@@ -278,7 +285,8 @@ class Pace:
         state = self
         for processed, par_C in enumerate(channels_of(par_TL), start=1):
             state = replace(state, seen=state.seen + 1)
-            # While a segment is settling, decisions are scheduled anyway and placements do not last: learn nothing.
+            # While a segment is settling, decisions are scheduled anyway and placements do not last, so there is no
+            # point in learning from these steps.
             if state.expected is not None and not state.settling:
                 state = state._observe(par_C)
                 if alarm := state._find_alarm():
@@ -288,7 +296,7 @@ class Pace:
         return state, len(par_TL)
 
     def deferred(self) -> Pace:
-        """Begin a decision. The next one is due one interval later, unless the result reschedules it."""
+        """Record that a decision has begun; the next one is due an interval later unless the result reschedules it."""
         return replace(self, due_at=self.seen + self._clamp_interval(self.interval))
 
     def after_decision(self, changed: bool, paid: bool | None) -> Pace:
@@ -297,10 +305,10 @@ class Pace:
         Parameters
         ----------
         changed
-            True if any layer will change. The test is then suspended until the change serves (see ``serving``).
+            True if any layer will change. The test is then suspended until the new layout is served (see ``serving``).
         paid
-            True if the previous change has gained more than its standard error since it began to serve, False if it has
-            not, and ``None`` if there was no change or its gain is unknown.
+            True if the gain of the previous change has exceeded its standard error, False if it has not, and ``None``
+            if there was no change or its gain is unknown.
         """
         state = replace(self, expected=None) if changed else self
         if self.alarm is not None and self.segment_age < _SETTLING_STEPS:
@@ -309,9 +317,9 @@ class Pace:
         return replace(state, interval=interval)._schedule(self.seen + interval)
 
     def charged(self, cost: float) -> Pace:
-        """Charge CPU time, measured in the number of steps whose CPU budget pays for it.
+        """Charge CPU time, expressed as the number of steps whose CPU budget pays for it.
 
-        Unused budget is saved up, but only that of the last ``longest`` steps.
+        Unused budget accumulates over at most the last ``longest`` steps.
         """
         earliest = float(self.seen - self.longest)
         state = replace(self, paid_at=max(self.paid_at, earliest) + cost)
@@ -320,8 +328,8 @@ class Pace:
     def serving(self, promise: Promise) -> Pace:
         """Restart the test against a new promise.
 
-        The variance inflation measured so far is not discarded: nine tenths of its excess over 1 is a lower bound of
-        the new one.
+        The variance inflation measured so far is not discarded. Nine tenths of its excess above 1 is retained as a
+        lower bound on the new value.
         """
         inflation_C = promise.inflation_C
         if self.inflation_C is not None:
@@ -340,15 +348,16 @@ class Pace:
         )._reset_sums()
 
     def keeping(self, promise: Promise, *, dismissed: bool = False) -> Pace:
-        """Continue after a decision that keeps every layer and whose window yields ``promise``.
+        """Continue after a decision that keeps every layer; ``promise`` is computed from its window.
 
-        In a settled segment, the steps served under this placement estimate the mean better than the promise. The
-        promise ignores how the source ranks' shares vary between steps, and anything outside its window. The expected
-        mean is therefore kept. If the latest alarm was dismissed, the mean was too low and is learned from scratch with
-        a coarse test. The same holds while a segment is settling.
+        In a settled segment, the steps served under this placement estimate the mean better than the promise does. The
+        promise ignores everything outside its window, and how the source ranks' shares vary between steps. The expected
+        mean is therefore kept. If the latest alarm was dismissed, the mean was too low, so it is learned from scratch
+        with a coarse test. The same applies while a segment is settling.
 
-        The variance and its inflation are each the larger of the learned value and the window's. The test clips large
-        excesses and does not learn while its sums are high, so the learned values leave out most of each burst.
+        For the variance and its inflation, the larger of the learned value and the window's value is used. The test
+        clips large excesses and does not learn while its sums are high, so the learned values exclude most of each
+        burst.
         """
         if self.expected is None or dismissed or self.settling:
             return self.serving(replace(promise, held_out=promise.held_out and self.expected is None))
@@ -358,7 +367,7 @@ class Pace:
         return replace(self, expected=expected, inflation_C=inflation_C)
 
     def _clamp_interval(self, interval: int) -> int:
-        """Return the interval within its bounds; ``longest`` takes precedence over the minimum."""
+        """Clamp the interval to its bounds; ``longest`` takes precedence over the minimum."""
         return max(min(interval, self.longest), min(_MIN_INTERVAL, self.longest))
 
     def _schedule(self, step: int) -> Pace:
@@ -380,7 +389,7 @@ class Pace:
         assert self.weight_C is not None
         assert self.learning_C is not None
         has_tokens_C = ~np.isnan(par_C)
-        # A layer without tokens in the promise starts from its first step with tokens.
+        # If the promise has no value for a layer, the layer's first step with tokens is its expected mean.
         mean_C = np.where(np.isnan(expected.mean_C), par_C, expected.mean_C)
         weight_C = np.where(np.isnan(expected.mean_C), 0, self.weight_C)
         excess_C = np.where(has_tokens_C, par_C - mean_C, 0.0)
@@ -410,7 +419,7 @@ class Pace:
         )
 
     def _find_alarm(self) -> tuple[int | None, int] | None:
-        """Return the layer with the largest sum and the age of the change, or ``None`` below the threshold.
+        """Return the layer with the largest sum and the age of the change, or ``None`` if no sum is high enough.
 
         The layer is ``None`` if the largest sum is that of the mean over the layers.
         """
@@ -419,7 +428,7 @@ class Pace:
         channel = int(self.sum_C.argmax())
         if self.sum_C[channel] <= _CUSUM_THRESHOLD:
             return None
-        # A single sum may have been positive before the change, so date it by the median of the channels in alarm.
+        # A single sum may have been positive even before the change, so use the median over the channels in alarm.
         age = int(np.median(self.since_C[self.sum_C > _CUSUM_THRESHOLD]))
         return (channel if channel < self.sum_C.size - 1 else None), age
 
@@ -437,7 +446,7 @@ class Pace:
 
 
 def _interval_factor(changed: bool, paid: bool | None) -> float:
-    """Return the factor by which a decision lengthens or shortens the interval to the next; see ``after_decision``."""
+    """Return the factor by which to multiply the interval after a decision; see ``after_decision``."""
     if not changed or paid is False:
         return 2.0
     return 0.5 if paid else 1.0

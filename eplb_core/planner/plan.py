@@ -1,4 +1,4 @@
-"""Result of a decision: the plan, and the PAR and gain expected of the steps that it will serve."""
+"""Result of a decision: the plan, and the expected PAR and gain for the steps that it will serve."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from eplb_core.solver.model import Recommendation
 from eplb_core.solver.window import inflation, inflation_error
 
 _MIN_STEPS = 32
-"""Minimum number of steps from which the correlation between neighbouring steps is estimated."""
+"""Minimum number of steps to estimate the correlation between consecutive steps."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer that changes.
+    """Change to one layer.
 
     Parameters
     ----------
@@ -51,17 +51,18 @@ class Plan:
     layers
         Layers that change, largest gain first.
     verdicts
-        Verdict on every layer, in order.
+        Verdict on every layer, in layer order.
     price
-        Price of moves; ``None`` if no layer was solved.
+        Move price; ``None`` if no layer was solved.
     par_TL
-        float64 ``[T, L]``, PAR of each step of the window under the new layout; NaN without tokens.
+        float64 ``[T, L]``, PAR of each step in the window under the new layout; NaN without tokens.
     recommendations
-        Recommendation of each layer that the next decision may follow without a hold-out; empty if there are none.
+        Recommendation for each layer, or ``None``, which the next decision may follow without a hold-out; empty if
+        there are none.
 
     Examples
     --------
-    A decision that kept its only layer:
+    A decision that keeps its only layer:
 
     >>> kept = LayerVerdict(0, par_seen=1.2, par_planned=1.2, noise_floor=1.1, moves=0, changed=False, reason="kept")
     >>> plan = Plan(layers=(), verdicts=(kept,))
@@ -76,7 +77,7 @@ class Plan:
     recommendations: Sequence[Recommendation | None] = ()
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
-        """Iterate over index, placement and tables of each layer that changes, as ``apply_layers`` expects them."""
+        """Iterate over the index, placement and tables of each layer that changes, as ``apply_layers`` expects."""
         return ((layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in self.layers)
 
     @property
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def ms_seen(self) -> float | None:
-        """Milliseconds per step before the decision, summed over each layer's slowest rank.
+        """Milliseconds per step of each layer's slowest rank before the decision, summed over the layers.
 
         ``None`` without a cost curve.
         """
@@ -109,19 +110,19 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that the moves send, over all layers."""
+        """Number of bytes of weights to send, over all layers."""
         return sum(verdict.bytes for verdict in self.verdicts)
 
 
 def _sum_ms(us_of_layers: list[float | None]) -> float | None:
-    """Return the sum of the available microseconds, in milliseconds; ``None`` if no layer has a value."""
+    """Sum the available times and convert them to milliseconds; return ``None`` if no layer has a value."""
     available = [us for us in us_of_layers if us is not None]
     return sum(available) / 1e3 if available else None
 
 
 @dataclass(frozen=True)
 class Promise:
-    """PAR per step that is expected of each layer and, as the last channel, of the mean over the layers.
+    """Expected PAR per step for each layer and, in the last channel, for the mean over the layers.
 
     Parameters
     ----------
@@ -130,12 +131,12 @@ class Promise:
     variance_C
         float64 ``[L + 1]``, variance of the PAR between steps.
     inflation_C
-        float64 ``[L + 1]``, factor by which correlation increases the variance of a mean over consecutive steps,
-        compared with independent steps; 1 if the window was too short to measure it.
+        float64 ``[L + 1]``, variance inflation of a mean over consecutive steps due to their correlation, relative to
+        independent steps; 1 if the window is too short to measure it.
     steps
         Number of steps in the window.
     held_out
-        True if the mean allows for the optimism of placements that are fitted to their own window.
+        True if the mean is corrected for the optimism of placements that are scored on the window they are fitted to.
     """
 
     mean_C: Float64
@@ -146,14 +147,14 @@ class Promise:
 
 
 def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
-    """Return the promise for steps like those of a window.
+    """Return the promise for future steps, assuming that they resemble the steps of a window.
 
     Parameters
     ----------
     par_TL
-        float64 ``[T, L]``, PAR expected of each step of the window under the new layout; NaN without tokens.
+        float64 ``[T, L]``, expected PAR of each step in the window under the new layout; NaN without tokens.
     held_out
-        True if ``par_TL`` allows for the optimism of placements that are fitted to their own window.
+        True if ``par_TL`` is corrected for the optimism of placements that are scored on the window they are fitted to.
 
     Examples
     --------
@@ -170,8 +171,8 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     variance_C = (centred_TC**2).sum(axis=0) / np.maximum(busy_TC.sum(axis=0) - 1, 1)
     inflation_C = np.ones_like(mean_C)
     if len(par_TC) >= _MIN_STEPS:
-        # The estimate for independent steps may exceed 1 by chance. Subtract its error, or the test for a change of
-        # heat would lose sensitivity.
+        # Even for independent steps, the estimate may exceed 1 by chance. Subtract its error so that the test for
+        # changes of heat does not lose sensitivity.
         inflation_C = np.maximum(1.0, inflation(centred_TC) - inflation_error(len(par_TC)))
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
 
@@ -197,12 +198,12 @@ class Layout:
     log2phy_RLE: Int32
 
     def par_of_steps(self, window: Window, split: str) -> Float64:
-        """Return the PAR of each step of a window under this layout, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of each step in a window under this layout, float64 ``[T, L]``; NaN without tokens."""
         served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
         return par_by_step(served)
 
     def split_of(self, window: Window, split: str) -> KnownSplit:
-        """Return the split of tokens over the replicas, computed from the heat of a window."""
+        """Return the split of tokens over the replicas, computed from a window's heat."""
         return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
 
     def changed_by(self, plan: Plan) -> Layout:
@@ -212,21 +213,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Expectations and findings of one decision, used to monitor the steps that follow.
+    """Expectations and findings of one decision, used to monitor subsequent steps.
 
     Parameters
     ----------
     promise
-        PAR expected of the steps that follow.
+        Expected PAR of subsequent steps.
     paid
-        True if the gain of the previous change exceeds its standard error; ``None`` if there was no change, or too few
-        steps have followed.
+        True if the gain of the previous change exceeds its standard error; ``None`` if there was no change, or if too
+        few steps have been served since.
     forecasts
         Forecasts of the new layout's gain over the initial layout.
     burst
-        True if the last alarm before the decision was no lasting change of heat.
+        True if the last alarm before the decision was not caused by a lasting change of heat.
     change_at
-        Value of ``Pace.seen`` at a change of heat that raised no alarm; ``None`` if there was none.
+        Value of ``Pace.seen`` at a change of heat that did not raise an alarm; ``None`` if there was no such change.
     too_recent
         True if that change was too recent to decide on.
     cost
@@ -234,7 +235,7 @@ class Outlook:
     recommendations
         As in ``Plan``.
     planned
-        Placement and split after the plan; ``None`` if it changes nothing.
+        Placement and split after the plan; ``None`` if the plan changes nothing.
     """
 
     promise: Promise
@@ -249,9 +250,9 @@ class Outlook:
 
 
 def promise_for(plan: Plan) -> tuple[Promise, Float64]:
-    """Return the promise of a plan, and the expected PAR of each step that it is based on, float64 ``[T, L]``.
+    """Return a plan's promise, and the expected PAR of each step on which it is based, float64 ``[T, L]``.
 
-    The expected PAR includes the optimism that the hold-out measured for each layer.
+    The expected PAR includes each layer's optimism as measured by the hold-out.
     """
     optimism_of_layers = [verdict.optimism for verdict in plan.verdicts]
     par_TL = plan.par_TL + np.array([optimism or 0.0 for optimism in optimism_of_layers])

@@ -1,9 +1,9 @@
-"""Policies by name: built-in policies, ``module:function``, entry points, and plain functions.
+"""Look up policies: built-in names, entry points, ``module:function``, and plain functions.
 
-An external policy is a function ``policy(heat_TLE, phy2log_LRS)``. Its arguments are the tokens of the window,
-``[T, L, E]``, and the deployed placement, int32 ``[L, R, S]``. It returns the new placement, or a tuple of placement
-and tables ``log2phy_RLE``. A package registers its policies as entry points of the group ``eplb.policies``. All
-commands and ``solve`` interpret policy names in the same way.
+An external policy is a function ``policy(heat_TLE, phy2log_LRS)``. Its arguments are the tokens in the window,
+``[T, L, E]``, and the deployed placement, int32 ``[L, R, S]``. It returns the new placement, or a tuple of the
+placement and the tables ``log2phy_RLE``. A package registers its policies as entry points in the group
+``eplb.policies``. All commands and ``solve`` interpret policy names in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eplb_core.placement import Int32, Placement, checked_foreign, repaired
 from eplb_core.planner.settings import POLICIES
 
 GROUP = "eplb.policies"
-"""Group of the entry points of policies."""
+"""Entry point group for policies."""
 
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashlb-no-tree": {"tree_search": False},
@@ -42,7 +42,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashlb-all-layers": {"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None},
     "flashlb-free-moves": {"move_price": 0.0},
 }
-"""Ablations of flashlb, each with the ``SearchOptions`` or ``PlannerSettings`` that disable one of its components."""
+"""Ablations of flashlb, each with the ``SearchOptions`` or ``PlannerSettings`` that disable one component."""
 
 NAMES = (*POLICIES, *ABLATIONS)
 """Names of the built-in policies."""
@@ -51,7 +51,7 @@ PolicyFunction = Callable[..., Any]
 
 
 class PolicyError(ValueError):
-    """A policy that does not exist, fails, or returns an invalid placement. The message names it and the reason."""
+    """A policy does not exist, fails, or returns an invalid placement. The message names the policy and the reason."""
 
 
 def options_of(policy: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def options_of(policy: str) -> dict[str, Any]:
 
 
 def registered() -> tuple[str, ...]:
-    """Return the names of the installed policies, sorted."""
+    """Return the sorted names of the policies that installed packages register."""
     return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
 
 
@@ -88,7 +88,7 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
     Raises
     ------
     PolicyError
-        If there is no such policy, or it cannot be imported.
+        If the policy does not exist or cannot be imported.
     """
     if callable(policy):
         return policy
@@ -114,7 +114,7 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
 
 
 def _registered_function(policy: str) -> PolicyFunction:
-    """Load the entry point of this name; raises ``PolicyError`` if it does not exist or is not a function."""
+    """Load the entry point with this name. Raises ``PolicyError`` if it does not exist or is not a function."""
     for entry in entry_points(group=GROUP, name=policy):
         try:
             function = entry.load()
@@ -130,7 +130,7 @@ def _registered_function(policy: str) -> PolicyFunction:
 
 
 def name_of(policy: str | PolicyFunction) -> str:
-    """Return the name of a policy for messages."""
+    """Return the name of a policy for use in messages."""
     return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
 
 
@@ -139,12 +139,12 @@ def answer_of(
 ) -> tuple[Placement, Int32 | None]:
     """Call an external policy and check its result.
 
-    Empty slots, and second slots for an expert on the same rank, are refilled.
+    If the policy leaves slots empty, or places an expert twice on the same rank, those slots are refilled.
 
     Parameters
     ----------
     name
-        Name of the policy for messages.
+        Name of the policy for use in messages.
     function
         The policy. It receives copies of the heat and the placement.
     window

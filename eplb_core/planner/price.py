@@ -1,4 +1,4 @@
-"""Cost of moves and of a stepwise split: measured by the ranks, stated in the settings, or assumed."""
+"""Costs of moves and of a stepwise split: measured by the ranks, stated in the settings, or assumed."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from eplb_core.planner.verdicts import MOVE_PRICES, MovePrice
 
 _MEASURED, _PARTLY, _STATED, _ASSUMED = MOVE_PRICES
 """Origin of a move price. ``measured``: the ranks measured transfers, slowed steps and commits; ``partly measured``:
-they measured some of these; ``stated``: the settings contain the price or the link's bandwidth; ``assumed``: neither
-the ranks nor the settings have a figure."""
+they measured some of these; ``stated``: the settings contain the price or the link bandwidth; ``assumed``: neither the
+ranks nor the settings provide a value."""
 MAX_PRICE = 10.0
-"""Upper bound of the move price. At this price no layer moves."""
+"""Maximum move price. At this price, no layer moves."""
 ASSUMED_BYTES = 16 << 20
-"""Assumed size of an expert's weights in one layer."""
+"""Assumed size of one expert's weights in one layer, in bytes."""
 _ASSUMED_SLOWDOWN = 0.2
-"""Assumed fraction of their time that steps lose during a transfer."""
+"""Assumed delay of the steps during a transfer, as a fraction of the transfer time."""
 _COPY_BYTES_PER_SECOND = 1e12
 """Assumed rate at which a commit copies weights within a device."""
 _COMMIT_MS = 0.5
-"""Assumed milliseconds of a commit, in addition to that copy."""
+"""Assumed duration of a commit in milliseconds, excluding that copy."""
 _ASSUMED_SERVING_STEPS = 256
 """Assumed number of steps that a change serves."""
 _BYTES_PER_COUNT = 4
 _LATENCY_US = 20.0
 """Assumed time of a nearly empty collective between nodes. It was not measured in this project."""
 _COMPUTING_US = 55.0
-"""Time to compute a stepwise split in a captured graph, without its rounds, for 256 experts on 32 ranks x 9 slots."""
+"""Time to compute a stepwise split in a captured graph, excluding its rounds, for 256 experts on 32 ranks x 9 slots."""
 _ROUND_US = 5.75
-"""Time of one round of that computation. Measured on an H100: 112, 170 and 285 us in total with 10, 20 and 40 rounds,
-of which ``_COMPUTING_US`` is constant."""
+"""Time per round of that computation. On an H100, the total was 112, 170 and 285 us with 10, 20 and 40 rounds,
+including the constant ``_COMPUTING_US``."""
 
 
 def move_price(
@@ -43,25 +43,25 @@ def move_price(
     serving_steps: float | None = None,
     moving: MovingCosts = NOTHING_MEASURED,
 ) -> MovePrice:
-    """Return the stated move price, or the cost of moves relative to the time that a lower PAR saves.
+    """Return the stated move price, or compute it from the cost of moves and the time that a lower PAR saves.
 
     A moved expert's weights occupy the receiving rank's link for bytes / bandwidth, and steps are slower during that
-    time. The weights are then copied from staging into place, while the ranks wait for the switch. The saving is a
-    fraction of the time that a layer's experts take per step, over all steps that the plan is expected to serve.
+    time. The weights are then copied from staging into place, and the ranks are blocked during this switch. The saving
+    is a fraction of the time that a layer's experts take per step, over all steps that the plan is expected to serve.
 
-    Each figure is the one that the ranks measured, once they have measured it often enough (``cost.moving``). Until
-    then it is taken from the settings, or assumed.
+    Measured values are used once the ranks have measured them often enough (``cost.moving``). Until then, they come
+    from the settings or are assumed.
 
     Parameters
     ----------
     settings
         Settings with ``move_price``, ``link_bandwidth`` and ``layer_ms``.
     slots
-        S, slots per rank. A rank receives this number of experts if all move.
+        S, slots per rank. If every slot of a layer moves, each rank receives this many experts.
     bytes_per_expert
         Size of one expert's weights in one layer; 0 if unknown.
     serving_steps
-        Steps that the plan is expected to serve; ``None`` if unknown.
+        Number of steps that the plan is expected to serve; ``None`` if unknown.
     moving
         Costs that the ranks have measured so far.
     """
@@ -96,7 +96,7 @@ def move_price(
 
 
 def _origin(settings: PlannerSettings, moving: MovingCosts) -> str:
-    """Return the entry of ``MOVE_PRICES`` that describes a price computed from these figures."""
+    """Return the entry of ``MOVE_PRICES`` that describes how a price based on these inputs was obtained."""
     figures = (moving.expert_seconds, moving.lost_share, moving.commit_seconds)
     measured = [figure is not None for figure in figures]
     if any(measured):
@@ -107,21 +107,21 @@ def _origin(settings: PlannerSettings, moving: MovingCosts) -> str:
 def _measured_or(
     measured: float | None, scale: float, default: float, default_source: str = "assumed"
 ) -> tuple[float, str]:
-    """Return a measurement times ``scale``, or a default in the scaled unit; and the source of the value."""
+    """Return the measured value times ``scale``, or else the (already scaled) default, and the source of the value."""
     return (default, default_source) if measured is None else (measured * scale, "measured")
 
 
 @dataclass(frozen=True)
 class SplitCost:
-    """Assumed cost of a stepwise split in one layer of a step.
+    """Assumed cost of a stepwise split, per layer and step.
 
-    It consists of an exchange of counts, and of a computation whose number of rounds grows with the tokens. It does not
-    depend on the gain of the split.
+    The cost consists of an exchange of counts and a computation whose number of rounds grows with the number of tokens.
+    It does not depend on the gain from the split.
 
     Parameters
     ----------
     us
-        Microseconds.
+        Cost in microseconds.
     """
 
     us: float
@@ -130,18 +130,18 @@ class SplitCost:
     def of(
         cls, settings: PlannerSettings, ranks: int, experts: int, choices: float = 0.0
     ) -> SplitCost | None:
-        """Return the cost for a host that splits by step, and ``None`` for any other.
+        """Return the cost for a host that splits by step, or ``None`` for any other host.
 
         Parameters
         ----------
         settings
             Settings with ``split`` and ``link_bandwidth``.
         ranks
-            R, ranks that exchange their counts.
+            R, number of ranks that exchange their counts.
         experts
-            E, counts that each rank sends.
+            E, number of counts that each rank sends.
         choices
-            Experts chosen by all tokens of a step, on all ranks together.
+            Number of expert choices of all tokens in a step, over all ranks.
         """
         if settings.split != STEP:
             return None
@@ -150,7 +150,7 @@ class SplitCost:
         return cls(_LATENCY_US + transfer_us + _COMPUTING_US + _rounds_for(choices) * _ROUND_US)
 
     def ms_of_step(self, layers: int) -> float:
-        """Return the milliseconds of all layers together."""
+        """Return the cost per step, summed over the layers, in milliseconds."""
         return self.us * layers / 1e3
 
     def __str__(self) -> str:
@@ -160,5 +160,5 @@ class SplitCost:
 
 
 def _rounds_for(choices: float) -> int:
-    """Return the rounds that a layer's split takes with ``choices`` on all ranks; see ``docs/research/stepwise.md``."""
+    """Return the number of rounds to split a layer's ``choices`` over all ranks; see ``docs/research/stepwise.md``."""
     return 22 + math.ceil(20 * (math.sqrt(max(choices / 8192, 1.0)) - 1.0))

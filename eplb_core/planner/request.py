@@ -1,4 +1,4 @@
-"""Request of a decision: heat, current layout, topology and settings, checked against each other."""
+"""Inputs of a decision: heat, current layout, topology and settings, validated for consistency."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SolveRequest:
     topology
         Nodes and token groups of the ranks.
     settings
-        Settings of the planner.
+        Planner settings.
     search
-        Components of the method that are switched off.
+        Search options, which can disable components of the method.
     recommendations
-        Recommendation of each layer from the previous decision; empty if there are none.
+        Recommendation for each layer from the previous decision; empty if there are none.
 
     Raises
     ------
@@ -81,16 +81,16 @@ class SolveRequest:
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64] | None:
-        """Order in which steps are summed into episodes, int64 ``[T]``; ``None`` for the order of the window."""
+        """Order in which steps are summed into episodes, int64 ``[T]``; ``None`` for chronological order."""
         if self.settings.split == STEP:
             return None
         return similar_steps_together(self.window.heat_TLE, self.episodes)
 
     def episode_heat(self, layer_P: npt.NDArray[np.int64]) -> Float64:
-        """Return the heat of the layers ``layer_P`` by episode, float64 ``[P, N, E]``.
+        """Return the heat of the layers ``layer_P`` in each episode, float64 ``[P, N, E]``.
 
-        Each episode is the sum of similar steps (see ``planner.episodes``). If the host splits by step, the episodes
-        are single steps, evenly spaced from the first.
+        Each episode is the sum of several steps, in the order ``order``. If the host splits by step, each episode is a
+        single step instead. These steps are evenly spaced, starting with the first.
         """
         heat_TLE = self.window.heat_TLE
         if self.settings.split == STEP:
@@ -105,7 +105,7 @@ class SolveRequest:
 def with_options(
     settings: PlannerSettings, options: Mapping[str, Any]
 ) -> tuple[PlannerSettings, SearchOptions]:
-    """Apply options by name, each of which is a field of ``PlannerSettings`` or of ``SearchOptions``.
+    """Apply options by name; each name is a field of ``PlannerSettings`` or ``SearchOptions``.
 
     Examples
     --------
@@ -120,14 +120,15 @@ def with_options(
 
 
 def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:
-    """Return the number of expert groups to keep on nodes, and the reason if the requested groups cannot be kept.
+    """Return the number of expert groups to keep on nodes, and the reason if this is not possible.
 
-    The number is 0 if the settings request no groups, if they cannot be kept, or if there is only one node, on which
-    every placement keeps them. The reason is empty unless requested groups cannot be kept.
+    The number is 0 if the settings do not request groups, if the groups cannot be kept on nodes, or if there is only
+    one node, so that every placement keeps them there. The reason is empty unless groups were requested and cannot be
+    kept on nodes.
 
     Examples
     --------
-    Two nodes of two ranks each. Three groups do not spread evenly over them:
+    With two nodes of two ranks each, four groups can be kept on nodes, but three do not spread evenly over them:
 
     >>> topology = Topology(nodes_R=np.array([0, 0, 1, 1]), token_groups_R=np.arange(4))
     >>> placement = Placement.linear(layers=1, experts=12, ranks=4, slots=4)

@@ -1,7 +1,7 @@
 """Rank loads under a placement and its tables, their noise floor, and the gain of one layout over another.
 
-Loads of single steps consist of whole tokens (``solver.whole_tokens``), as the ranks count them. Loads of episodes,
-which the search works on, are expected values.
+Loads of single steps consist of whole tokens (``solver.whole_tokens``), as counted by the ranks. Loads of episodes,
+which the search uses, are expected values.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from eplb_core.solver.whole_tokens import HostSplit, ServedSteps, serve_steps
 from eplb_core.solver.window import episode_loads, inflation_error, loads_of_ranks, standard_error
 
 _CHUNK_STEPS = 32
-"""Steps whose tokens per slot are in memory at the same time."""
+"""Number of steps whose tokens per slot are held in memory at the same time."""
 _CONFIDENCE = 0.95
-"""Confidence level of the intervals that operators read."""
+"""Confidence level of the intervals shown to operators."""
 _DRAWN_STEPS = 1024
-"""Steps to draw for a window, counting each draw of a step. With one token per step, the mean PAR then has an error of
-1 %."""
+"""Target number of steps drawn per window, counting every draw of a step. With one token per step, the mean PAR then
+has an error of 1 %."""
 _MAX_DRAWS = 8
-"""Limit on the draws of a window."""
+"""Maximum number of draws per window."""
 _DRAW_OFFSET = 1 << 32
-"""Difference between the step numbers of two draws, which gives each draw its own random numbers."""
+"""Offset between the step numbers of two draws, which gives each draw its own random numbers."""
 _EXACT_TOKENS_PER_RANK = 8
-"""Tokens per rank up to which the noise floor is exact. With more it has an error of at most 0.3 % (64 ranks)."""
+"""Maximum number of tokens per rank for which the noise floor is computed exactly. With more tokens, the error is at
+most 0.3 % (64 ranks)."""
 _MAX_EXACT_TOKENS = 512
-"""Tokens on all ranks up to which the noise floor is exact."""
+"""Maximum number of tokens on all ranks for which the noise floor is computed exactly."""
 _FLOOR_ERROR = 1e-6
-"""Probability of a higher peak at which the exact noise floor stops."""
+"""Probability of a higher peak below which the computation of the exact noise floor stops."""
 _PAID_ERRORS = 1.0
-"""Standard errors by which a change's mean gain must exceed zero to have paid off."""
+"""A change has paid off if its mean gain exceeds this number of standard errors."""
 
 
 def expected_loads(
     heat_NLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
 ) -> Float64:
-    """Return the expected tokens of each rank, float64 ``[N, L, R]``; arguments as for ``split_shares``.
+    """Return the expected number of tokens on each rank, float64 ``[N, L, R]``; arguments as for ``split_shares``.
 
-    Use it for episodes, which hold many tokens. If the host splits by step, each row is split optimally, in whole
+    Use it for episodes, which contain many tokens. If the host splits by step, each row is split optimally, into whole
     tokens if the heat has an integer type.
     """
     phy2log_LRS = placement.phy2log_LRS.copy()
@@ -67,14 +68,14 @@ def split_loads(
     split: str,
     first_step: int = 0,
 ) -> Float64:
-    """Return the whole tokens that each rank receives in each step, float64 ``[T, L, R]``.
+    """Return the number of whole tokens that each rank receives in each step, float64 ``[T, L, R]``.
 
     Parameters
     ----------
     heat_TLE, placement, log2phy_RLE, source_RLE, split
         As for ``split_shares``.
     first_step
-        Number of the first step. The random split of a step depends on its number.
+        Number of the first step. A step's number determines its random split.
     """
     if split == STEP:
         return expected_loads(heat_TLE, placement, log2phy_RLE, source_RLE, split)
@@ -92,7 +93,7 @@ def _serve(
     *,
     keep_loads: bool = False,
 ) -> ServedSteps:
-    """Serve each step's whole tokens, as ``solver.whole_tokens.serve_steps`` does.
+    """Simulate serving each step in whole tokens with ``solver.whole_tokens.serve_steps``.
 
     Parameters
     ----------
@@ -107,7 +108,7 @@ def _serve(
     first_step
         Number of the first step.
     curve
-        Cost of tokens; ``None`` to compute no times.
+        Cost curve; ``None`` to skip the computation of times.
     keep_loads
         True to return every rank's load in every step.
     """
@@ -137,7 +138,7 @@ def split_us(
     heat_TLE, placement, log2phy_RLE, source_RLE, split, layer_K
         As for ``split_steps``.
     curve
-        Cost of tokens.
+        Cost curve.
     first_step
         As for ``split_loads``.
     """
@@ -157,9 +158,9 @@ def split_us(
 
 
 def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
-    """Return the tokens of each slot if every row is split optimally, float64 ``[T, L, R, S]``.
+    """Return the number of tokens in each slot if every row is split optimally, float64 ``[T, L, R, S]``.
 
-    They are whole if the heat has an integer type. Of the many optimal splits, ``slots_by_step`` documents the one that
+    The numbers are whole if the heat has an integer type. ``slots_by_step`` documents which of the many optimal splits
     is used.
     """
     phy2log_LRS = placement.phy2log_LRS.copy()
@@ -168,7 +169,10 @@ def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
 
 
 def numbers_of(curve: CostCurve) -> Float64:
-    """Return a cost curve as the kernels expect it, without ``batch_us``, which counts the tokens of all ranks."""
+    """Return a cost curve in the form that the kernels expect.
+
+    It omits ``batch_us``, which applies to the tokens of all ranks.
+    """
     return np.array([curve.floor_us, curve.read_us, curve.launch_us, curve.slope_us])
 
 
@@ -176,21 +180,21 @@ def numbers_of(curve: CostCurve) -> Float64:
 class ServedWindow:
     """Summary of a window's rank loads in K layers.
 
-    A decision needs only these figures. The loads themselves would be millions of numbers.
+    A decision only needs these figures. The loads themselves would be millions of numbers.
 
     Parameters
     ----------
     peak_TK
-        float64 ``[T, K]``, whole tokens of the most loaded rank.
+        float64 ``[T, K]``, number of whole tokens on the most loaded rank.
     tokens_TK
-        float64 ``[T, K]``, whole tokens of all ranks.
+        float64 ``[T, K]``, number of whole tokens on all ranks.
     variance_K
-        float64 ``[K]``, variance of the ranks' jumps from step to step, as in ``EpisodeLoads``; 0 if the host splits by
-        step.
+        float64 ``[K]``, variance of the jumps in the ranks' loads from step to step, as in ``EpisodeLoads``; 0 if the
+        host splits by step.
     ranks
-        R.
+        R, number of ranks.
     loads_NKR
-        Expected loads as in ``EpisodeLoads``; no rows unless episodes were requested.
+        Expected loads, as in ``EpisodeLoads``; no rows unless episodes were requested.
     rank_variance_K
         As in ``EpisodeLoads``; zeros unless episodes were requested.
     expert_variance_K
@@ -216,16 +220,16 @@ def split_steps(
     layer_K: npt.NDArray[np.int64] | None = None,
     first_step: int = 0,
 ) -> ServedWindow:
-    """Summarize the loads of ``split_loads`` without holding them in memory.
+    """Summarize the loads that ``split_loads`` would return, without keeping them in memory.
 
     If the host splits by step, there are no episodes, because every step is balanced separately.
 
     Parameters
     ----------
     heat_TLE, placement, log2phy_RLE, source_RLE, split
-        As for ``split_shares``. All except the heat hold only the K selected layers.
+        As for ``split_shares``. All except the heat contain only the K selected layers.
     episodes
-        N, episodes to sum the expected loads into; 0 for none.
+        N, number of episodes into which the expected loads are summed; 0 for none.
     layer_K
         int64 ``[K]``, layers of ``heat_TLE`` to select; all by default.
     first_step
@@ -262,14 +266,14 @@ def split_steps(
 
 @dataclass(frozen=True)
 class KnownSplit:
-    """Placement with a split of tokens that was computed once, to score steps as they arrive.
+    """Placement with a precomputed split of tokens, used to score steps as they arrive.
 
     Parameters
     ----------
     placement
-        Placement that the steps are served by.
+        Placement that serves the steps.
     host
-        Split of the tokens over the replicas; ``None`` if the host splits each step by its own counts.
+        Split of the tokens over the replicas; ``None`` if the host splits each step according to its own counts.
     """
 
     placement: Placement
@@ -279,7 +283,7 @@ class KnownSplit:
     def of(
         cls, heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
     ) -> KnownSplit:
-        """Compute the split from the heat of a window; arguments as for ``split_shares``."""
+        """Compute the split from a window's heat; arguments as for ``split_shares``."""
         if split == STEP:
             return cls(placement, None)
         return cls(placement, host_split(heat_TLE, placement, log2phy_RLE, source_RLE, split))
@@ -287,7 +291,7 @@ class KnownSplit:
     def par_of_steps(self, heat_TLE: Heat, first_step: int) -> Float64:
         """Return the peak-to-average ratio of each step, float64 ``[T, L]``; NaN without tokens.
 
-        ``first_step`` is defined as for ``split_loads``.
+        ``first_step`` has the same meaning as for ``split_loads``.
         """
         if self.host is None:
             phy2log_LRS = self.placement.phy2log_LRS.copy()
@@ -311,8 +315,8 @@ def drawn_par(
 ) -> Float64:
     """Return the peak-to-average ratio of each step, averaged over several draws of its tokens, float64 ``[T, K]``.
 
-    Use it for steps with few tokens, for which the mean of a short window depends on the random numbers of the draw.
-    Arguments as for ``split_steps``.
+    Use it for steps with few tokens, because the mean over a short window then depends on the random numbers of the
+    draw. Arguments as for ``split_steps``.
     """
     draws = int(np.clip(-(-_DRAWN_STEPS // max(len(heat_TLE), 1)), 1, _MAX_DRAWS))
     pars = []
@@ -337,7 +341,7 @@ def par_of_steps(served: ServedWindow) -> Float64:
 
 
 def expected_hottest(ranks: int) -> float:
-    """Return the expected largest of ``ranks`` normal values, in standard deviations above their mean.
+    """Return the expected maximum of ``ranks`` normal values, in standard deviations above their mean.
 
     References
     ----------
@@ -347,18 +351,18 @@ def expected_hottest(ranks: int) -> float:
 
 
 def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
-    """Return the expected peak-to-average ratio of perfectly balanced ranks if tokens choose independently.
+    """Return the expected peak-to-average ratio of perfectly balanced ranks if tokens choose experts independently.
 
-    For few tokens the result is exact, with whole tokens on every rank. For more, each rank's count is treated as
-    Poisson, and the largest of R counts follows from Blom's normal score with the Cornish-Fisher term for skewness.
-    Real routers stay slightly below it.
+    For small numbers of tokens, the result is exact, with whole tokens on every rank. For larger numbers, each rank's
+    count is treated as Poisson distributed, and the largest of R counts follows from Blom's normal score with the
+    Cornish-Fisher skewness term. Real routers stay slightly below this floor.
 
     Parameters
     ----------
     tokens_NL
-        ``[N, L]``, tokens of all experts together in each step or episode.
+        ``[N, L]``, number of tokens in each step or episode, summed over all experts.
     ranks
-        R.
+        R, number of ranks.
 
     Returns
     -------
@@ -367,7 +371,8 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
 
     Examples
     --------
-    A single token loads one of four ranks, which then has four times the mean. The floor falls as tokens are added:
+    A single token loads one of four ranks, which then has four times the mean load. The floor falls as tokens are
+    added:
 
     >>> tokens_1L = np.array([[1, 8, 64, 1_000_000]])
     >>> noise_floor(tokens_1L, ranks=4).round(3)
@@ -380,7 +385,7 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
     peak_NL = 1.0 + score / np.sqrt(safe_NL) + (score**2 - 1.0) / (6.0 * safe_NL)
     exact_F = _exact_floor(ranks)
     few_NL = busy_NL & (tokens_NL <= exact_F.size)
-    # Only averaged heat has fractions of a token. Interpolate between whole numbers of tokens.
+    # Token counts are fractional only in averaged heat. Interpolate between whole numbers of tokens.
     peak_NL[few_NL] = np.interp(tokens_NL[few_NL], np.arange(1, exact_F.size + 1), exact_F)
     return mean_par(np.where(busy_NL, np.clip(peak_NL, 1.0, ranks), np.nan), axis=0)
 
@@ -389,8 +394,8 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
 def _exact_floor(ranks: int) -> Float64:
     """Return the expected peak-to-average ratio of 1, 2, 3, ... tokens that choose ranks independently, ``[F]``.
 
-    The largest count is at most ``m`` with this probability: R Poisson counts of at most ``m`` sum to the number of
-    tokens, divided by the probability that R unbounded Poisson counts do.
+    The probability that no rank receives more than ``m`` tokens is a ratio of two probabilities: that R Poisson counts
+    of at most ``m`` sum to the number of tokens, and that R unbounded Poisson counts do.
     """
     max_tokens = min(_EXACT_TOKENS_PER_RANK * ranks, _MAX_EXACT_TOKENS)
     count_F = np.arange(max_tokens + 1)
@@ -417,11 +422,11 @@ def _exact_floor(ranks: int) -> Float64:
 
 
 def sampling_floor(served: ServedWindow) -> Float64:
-    """Return the noise floor of a window's single steps, float64 ``[K]``.
+    """Return the noise floor of the individual steps in a window, float64 ``[K]``.
 
-    It is ``noise_floor``, reduced if the ranks' loads are measured to jump less than independent tokens would make
-    them. Real choices are not independent, because a token never chooses an expert twice. But the floor is never below
-    the ratio of the most even split into whole tokens. It is 1 if the host splits by step.
+    This is ``noise_floor``, reduced if the ranks' loads jump less between steps than they would with independent
+    tokens. Real choices are not independent, because a token never chooses the same expert twice. The floor is at least
+    the ratio of the most even split into whole tokens. If the host splits by step, only that lower bound applies.
     """
     ranks = served.ranks
     busy_TK = served.tokens_TK > 0
@@ -438,12 +443,12 @@ def sampling_floor(served: ServedWindow) -> Float64:
 
 
 def volatility_bound(served: ServedWindow) -> Float64:
-    """Return the peak-to-average ratio that jumps of the heat cause on ranks that are balanced on average, ``[L]``.
+    """Return the peak-to-average ratio that jumps in the heat cause on ranks that are balanced on average, ``[L]``.
 
-    Jumps are measured between consecutive episodes, so a trend or a slow change of the workload does not count. Their
-    variance is the smaller of two: the sum over the experts, and the one measured on the ranks. The latter is smaller
-    if experts' jumps cancel, because a token that chooses one expert does not choose another. The result is 1.0 if
-    fewer than two episodes have tokens.
+    Jumps are measured between consecutive episodes, so a trend or a slow change in the workload does not count. Two
+    estimates of their variance are compared, the sum over the experts and the variance measured on the ranks, and the
+    smaller one is used. The latter is smaller if the experts' jumps cancel out, because a token that chooses one expert
+    does not choose a different one. The result is 1.0 if fewer than two episodes have tokens.
     """
     variance_L = np.minimum(served.expert_variance_K, served.rank_variance_K)
     return balanced_par(variance_L, served.ranks)
@@ -454,14 +459,15 @@ def balanced_par(variance_L: Float64, ranks: int) -> Float64:
 
     ``variance_L`` is the variance of the ranks' fractions of the tokens, summed over the ranks.
     """
-    # One rank has 1/R of the summed variance. Relative to its mean load, its fraction is R times as large.
+    # Each rank has 1/R of the summed variance. Dividing its fraction of the tokens by the mean fraction 1/R scales the
+    # variance by R squared.
     bound_L: Float64 = 1.0 + expected_hottest(ranks) * np.sqrt(variance_L * ranks)
     return bound_L
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Mean gain per step with its 95 % interval, in the unit of the compared values; NaN if nothing was compared.
+    """Mean gain per step with its 95 % interval, in the unit of the compared values; NaN if there are no values.
 
     Parameters
     ----------
@@ -496,7 +502,7 @@ def gain_of(
 ) -> Gain:
     """Return the mean gain of ``after_TL`` over ``before_TL``, averaged over the layers.
 
-    The interval allows for the correlation between neighbouring steps (``solver.window.standard_error``).
+    The interval accounts for the correlation between consecutive steps (``solver.window.standard_error``).
 
     Parameters
     ----------
@@ -505,11 +511,11 @@ def gain_of(
     after_TL
         float64 ``[T, L]``, ratios or times of the same steps after the change; NaN without tokens.
     horizon
-        Number of future steps whose mean gain the interval must cover. Their mean varies too, so the interval is wider.
-        ``None`` for an interval of the given steps' mean.
+        Number of future steps whose mean gain the interval must cover. Their mean varies as well, so the interval is
+        wider. ``None`` for a confidence interval of the given steps' mean.
     misses
-        Distances between the last forecasts and the gains observed later. The interval extends at least as far as the
-        largest, because future steps may change in ways that the given steps do not show.
+        Absolute errors of recent forecasts. The interval extends at least as far as the largest one, because future
+        steps may change in ways that the given steps do not show.
 
     Examples
     --------
@@ -531,9 +537,9 @@ def gain_of(
     half = gain_T.size // 2
     reach = z * error
     if horizon is not None and half:
-        # Bartlett's estimate of the correlation between neighbouring steps is itself uncertain, and tends to be low.
+        # Bartlett's estimate of the correlation between consecutive steps is itself uncertain and tends to be too low.
         reach *= math.sqrt((1.0 + gain_T.size / horizon) * (1.0 + inflation_error(gain_T.size)))
-        # A change between the two halves may continue like a random walk.
+        # A change between the two halves may continue as in a random walk.
         drift = float(gain_T[half:].mean() - gain_T[:half].mean())
         reach = math.hypot(reach, z * drift * math.sqrt(1.0 + horizon / gain_T.size))
     reach = max([reach, *misses])

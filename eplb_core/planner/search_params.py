@@ -1,4 +1,4 @@
-"""Effort of the solver's search, chosen by the shape of a layer."""
+"""Choose the effort of the solver's search based on the shape of a layer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from eplb_core.solver.model import SearchOptions, SearchParams
 
 _DEEPSEEK = SearchParams()
 _MAX_TREE_CELLS = 20_000
-"""Largest slots x (experts + ranks) for which a tree search is run. Below it, the search costs next to nothing; larger
-layers gain nothing from it."""
+"""Maximum value of slots x (experts + ranks) for which a tree search is run. Up to this size, the search costs next to
+nothing. Larger layers gain nothing from it."""
 _TREE_LEAVES = 8
-"""Number of leaves of the tree search that are searched further."""
+"""Number of leaves of the tree search from which the search continues."""
 _FEW_SLOTS = 3
-"""Slots per rank up to which swaps and single exchanges soon get stuck, so that the layer is annealed."""
+"""Maximum number of slots per rank for which a layer is annealed. With so few slots, swaps and single exchanges soon
+get stuck."""
 _FEW_SLOTS_Z = 1.5
-"""Upper bound of ``z`` for layers with few slots per rank. The load of so few experts is far from normal, so a rank in
-the far tail is a poor guide. Values of 1.0 and 2.5 are within 0.2 % on the heat that annealing was tuned on."""
+"""Upper bound on ``z`` for layers with few slots per rank. The load of so few experts is far from normal, so a rank in
+the far tail is a poor guide. The values 1.0 and 2.5 give results within 0.2 % on the heat used to tune annealing."""
 _ANNEALING_TRIES = 400
 """Annealing tries per slot, for a layer with few slots per rank and as many spare replicas as experts. With fewer spare
-replicas there is less to decide, and proportionally fewer tries. On the same heat, half of it is 0.3 % worse and twice
-is 0.15 % better."""
+replicas there is less to decide, so the number of tries is reduced proportionally. On the same heat, half as many tries
+give 0.3 % worse results, and twice as many give 0.15 % better ones."""
 _STEP_TRIES = 2000
-"""Tries of the search for stepwise splits, in addition to ``_STEP_TRIES_PER_SLOT`` for each slot.
+"""Number of tries in the search for stepwise splits, in addition to ``_STEP_TRIES_PER_SLOT`` for each slot.
 
-Both were chosen by hand on recorded and drawn steps of 8 ranks x 5 and 32 ranks x 9 slots. Ten times the tries gained
-less than half a percent on the next window.
+Both were chosen by hand on recorded and synthetic steps with 8 ranks x 5 slots and 32 ranks x 9 slots. Ten times as
+many tries gained less than half a percent on the next window.
 """
 _STEP_TRIES_PER_SLOT = 4
 _LOCAL_SEARCH_STEPS_PER_SLOT = 16
@@ -45,19 +46,19 @@ def search_params_of(
     Parameters
     ----------
     settings
-        Settings of the planner.
+        Planner settings.
     placement
-        Placement with the layer's number of experts, ranks and slots.
+        Placement that supplies the layer's number of experts, ranks and slots.
     width
-        Number of entries of its dealing tables.
+        Number of entries per expert in the layer's dealing tables.
     move_price
         Gain required to move every slot of the layer, as a fraction of its PAR.
     options
-        Components of the method that are switched off; ``None`` to use all of them.
+        Search options, which can disable components of the method; ``None`` to use all of them.
 
     Examples
     --------
-    A layer with three slots per rank is annealed, and a layer with nine is not:
+    A layer with three slots per rank is annealed, but a layer with nine is not:
 
     >>> small = Placement.linear(layers=1, experts=16, ranks=8, slots=3)
     >>> search_params_of(PlannerSettings(), small).annealing_tries
@@ -96,7 +97,7 @@ def search_params_of(
 
 
 def _tables(split: str, solved: bool, width: int) -> int:
-    """Return the solver's value of ``SearchParams.tables``; ``solved`` is True if the solver may choose the tables."""
+    """Return the value for ``SearchParams.tables``; ``solved`` is True if the solver may choose the tables."""
     if split == EVEN:
         return model.EVEN
     if split == STEP:

@@ -1,6 +1,6 @@
-"""Settings of the planner: defaults, bounds and help texts.
+"""Planner settings: defaults, bounds and help texts.
 
-``PlannerSettings`` is the only declaration. The options of the commands, the service's environment variables and the
+``PlannerSettings`` is the single source of truth. The command-line options, the service's environment variables and the
 keys of its YAML file are derived from its fields.
 """
 
@@ -19,7 +19,7 @@ POLICIES = ("none", "deepseek", "flashlb")
 """Policies of the planner.
 
 - ``none`` never moves an expert.
-- ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of the window.
+- ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing, based on the window's total heat.
 - ``flashlb`` is this project's solver. It is built on the three ideas of FlashLB, an EPLB policy of vLLM-Ascend: a
   joint search of replica counts and placement, an objective over many episodes, and layer-wise cherry-picking. It is
   not FlashLB's code; ``docs/research/solver.md`` compares the two.
@@ -32,20 +32,20 @@ STEP = "step"
 SPLITS = (TABLES, EVEN, DEAL, STEP)
 """Splits of an expert's tokens over its replicas.
 
-- ``tables``: each source rank sends them to the replica that its log2phy names (vLLM-Ascend).
+- ``tables``: each source rank sends them to the replica given by its log2phy table (vLLM-Ascend).
 - ``even``: the host itself spreads them evenly over the replicas, token by token (vLLM).
 - ``deal``: each source rank sends them to the entries of its dealing table in turn.
-- ``step``: all ranks compute the same split of each step's tokens, which makes the hottest rank as cool as the
-  placement allows (the live layer's stepwise split; SGLang's LPLB).
+- ``step``: all ranks compute the same split of each step's tokens, which minimizes the hottest rank's load under the
+  current placement (the live layer's stepwise split; SGLang's LPLB).
 """
 
 AUTO: Literal["auto"] = "auto"
-"""Value of ``move_price`` for a price that is computed from the cost of moves."""
+"""Value of ``move_price`` that requests a price computed from the cost of moves."""
 NumberOrAuto = float | Literal["auto"]
 
 
 class SettingsError(ValueError):
-    """An invalid setting. The message names it and its bounds."""
+    """A setting is invalid. The message names the setting and its bounds."""
 
 
 def _setting(
@@ -58,13 +58,14 @@ def _setting(
     default
         Default value.
     kind
-        Type that the text of an option is parsed as.
+        Type to which the option's text is parsed.
     help
         Help text of the option.
     minimum
-        Lower bound of the value; ``None`` if it has no lower bound.
+        Minimum value; ``None`` if there is no lower bound.
     serve_only
-        True if the setting has no effect on recorded heat, because it needs the step times or the device of live ranks.
+        True if the setting has no effect on recorded heat, because it requires the step times or the device of live
+        ranks.
     """
     metadata = {"kind": kind, "help": help, "minimum": minimum, "serve_only": serve_only}
     return field(default=default, metadata=metadata)
@@ -74,8 +75,8 @@ def _setting(
 class PlannerSettings:
     """Settings of a decision.
 
-    The metadata of each field holds the ``help`` text shown by the commands, the service and the documentation, and the
-    ``kind`` that the text of an option is parsed as.
+    The metadata of each field contains the ``help`` text shown by the commands, the service and the documentation, and
+    the ``kind``, the type to which the option's text is parsed.
 
     Raises
     ------
@@ -84,7 +85,7 @@ class PlannerSettings:
 
     Examples
     --------
-    Plan for vLLM, which splits tokens evenly, and change at most eight layers per decision:
+    Settings for vLLM, which splits tokens evenly, with at most eight layer changes per decision:
 
     >>> settings = PlannerSettings(split="even", max_layers=8)
     >>> settings.move_price, settings.is_default("move_price")
@@ -97,7 +98,7 @@ class PlannerSettings:
         ...
     eplb_core.planner.settings.SettingsError: par_threshold is 0.9; it must be a finite number, 1.0 or more
 
-    ``planner_settings`` parses the text of options:
+    ``planner_settings`` parses option values given as text:
 
     >>> planner_settings({"move_price": "0.3"}).move_price
     0.3
@@ -216,7 +217,7 @@ class PlannerSettings:
             )
 
     def _check_kind(self, option: Field[Any]) -> None:
-        """Raise ``SettingsError`` if a cost curve, a switch or an integer has another type."""
+        """Raise ``SettingsError`` if the value of a cost curve, Boolean or integer setting has the wrong type."""
         value = getattr(self, option.name)
         kind = option.metadata["kind"]
         if option.name == "cost_curve" and not isinstance(value, CostCurve | None):
@@ -231,7 +232,7 @@ class PlannerSettings:
             raise SettingsError(f"{option.name} is {value!r}; it must be a whole number")
 
     def _check_minimum(self, option: Field[Any]) -> None:
-        """Raise ``SettingsError`` if a number is not finite or below its lower bound."""
+        """Raise ``SettingsError`` if a number is not finite or is below its minimum."""
         value = getattr(self, option.name)
         minimum = option.metadata["minimum"]
         without_value = AUTO if option.name == "move_price" else None
@@ -251,15 +252,15 @@ class PlannerSettings:
         Returns
         -------
         bool
-            False if it has any other value.
+            True if the value equals the default.
         """
         return bool(getattr(self, name) == getattr(PlannerSettings, name))
 
 
 def planner_options() -> tuple[Field[Any], ...]:
-    """Return the fields of all settings in order, with ``kind`` and ``help`` in their metadata.
+    """Return the fields of all settings in declaration order, with ``kind`` and ``help`` in their metadata.
 
-    As an option, a cost curve is the name of its file.
+    The option for a cost curve takes a file name.
     """
     return fields(PlannerSettings)
 
@@ -270,7 +271,7 @@ def offline_options() -> tuple[Field[Any], ...]:
 
 
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
-    """Parse options by name; settings without an option have their defaults.
+    """Parse options, given by name; any setting without an option has its default value.
 
     Raises
     ------
@@ -292,7 +293,7 @@ def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
 
 
 def number_or_auto(value: Any) -> NumberOrAuto:
-    """Parse a number or ``auto``; raises ``ValueError`` if the value is neither."""
+    """Parse a number or ``auto``. Raises ``ValueError`` if the value is neither."""
     try:
         return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):

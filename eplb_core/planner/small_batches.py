@@ -1,4 +1,4 @@
-"""Hold-out of the changes to layers with small batches; see ``planner.holdout``."""
+"""Hold-out for changes to layers with small batches; see ``planner.holdout``."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from eplb_core.solver.model import KEEP, Candidate
 def hold_out_changes(
     figures: LayerFigures, results: Mapping[int, LayerResult | SolverError], expert_groups: int
 ) -> dict[int, HeldOut]:
-    """Judge the changes of small batches on steps that they were not fitted to.
+    """Evaluate the changes to layers with small batches on steps that the changes were not fitted to.
 
-    If the solver's own hold-out has fitted a counterpart to the older half of the episodes, that one is judged.
-    Otherwise the layer is placed from scratch once more, for the training half of the window. A layer that followed a
-    recommendation needs no hold-out.
+    If the solver's own hold-out has already fitted a counterpart to the older half of the episodes, that counterpart is
+    evaluated. Otherwise, the layer is placed from scratch once more, fitted to the training half of the window. A layer
+    that followed a recommendation does not need a hold-out.
 
     Parameters
     ----------
     figures
-        Figures of all layers under the current layout.
+        Figures for all layers under the current layout.
     results
-        The solver's results, by layer.
+        Solver results by layer.
     expert_groups
         Number of expert groups to keep on nodes; 0 for no groups.
 
     Returns
     -------
     dict of int to HeldOut
-        Results of the hold-out, by layer.
+        Hold-out results by layer.
     """
     request = figures.request
     changes = {
@@ -85,16 +85,16 @@ def unpaid_changes(
     results: Mapping[int, LayerResult | SolverError],
     holdouts: Mapping[int, HeldOut],
 ) -> dict[int, str]:
-    """Return the layers whose changes do not pay for their moves in the hold-out, with the reason to keep them.
+    """Return the layers whose changes do not pay for their moves in the hold-out, each with the reason to keep it.
 
     Parameters
     ----------
     figures
-        Figures of all layers under the current layout.
+        Figures for all layers under the current layout.
     results
-        The solver's results, by layer.
+        Solver results by layer.
     holdouts
-        Results of the hold-out, by layer.
+        Hold-out results by layer.
     """
     request = figures.request
     if not request.search.warm or request.settings.policy != "flashlb":
@@ -117,7 +117,7 @@ def unpaid_changes(
 
 
 def with_optimism(result: LayerResult, optimism: float) -> LayerResult:
-    """Return the result with another optimism, which is also passed on with its recommendation."""
+    """Return a copy of the result in which it and its recommendation have the given optimism."""
     recommendation = result.recommendation
     if recommendation is not None:
         recommendation = recommendation._replace(optimism=optimism)
@@ -125,7 +125,7 @@ def with_optimism(result: LayerResult, optimism: float) -> LayerResult:
 
 
 def _hold_out(request: SolveRequest, parts: Parts, layer: int, candidate: Candidate) -> HeldOut:
-    """Judge a layer's candidate, which was fitted to the training half of ``parts``, on the held-out half."""
+    """Evaluate a layer's candidate, fitted to the training half of ``parts``, on the held-out half."""
     _, first_G, group_R = request.topology.token_groups()
     experts = request.window.experts
     source_RLE = request.window.source_RLE

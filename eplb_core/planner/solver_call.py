@@ -1,4 +1,4 @@
-"""Call of the solver: heat, layouts and search parameters of the layers that a decision solves."""
+"""Call the solver with the heat, layouts and search parameters of the layers that a decision solves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.window import shares_of_groups
 
 _MAX_TIMED_STEPS = 128
-"""Limit on the steps of a window for which time is lowered. Twice as many gained less than 0.2 % on the next window."""
+"""Maximum number of a window's steps used to minimize time. Twice as many gained less than 0.2 % on the next window."""
 
 
 def solve_layers(
@@ -40,14 +40,14 @@ def solve_layers(
     expert_groups: int,
     move_price: float,
 ) -> list[LayerResult | SolverError]:
-    """Solve some layers of a request.
+    """Solve the selected layers of a request.
 
-    Each token group is one source of the solver. For dealing tables, each of its entries is one.
+    Each token group is one of the solver's sources. With dealing tables, each entry of the group's table is one source.
 
     Parameters
     ----------
     request
-        Request of the decision.
+        Inputs of the decision.
     layer_P
         int64 ``[P]``, indices of the layers to solve.
     floor_L
@@ -60,7 +60,7 @@ def solve_layers(
     Returns
     -------
     list of LayerResult or SolverError
-        One entry per layer of ``layer_P``, in the same order.
+        One entry per layer in ``layer_P``, in the same order.
     """
     if not layer_P.size:
         return []
@@ -70,7 +70,7 @@ def solve_layers(
     params = search_params_of(settings, request.placement, width, move_price, search)
     timing = _time_objective(request, layer_P)
     if timing is not None and params.tables == model.DEALT:
-        # Time is lowered source by source, and each entry of a dealing table is a source.
+        # The time objective is optimized source by source, and each entry of a dealing table is already a source.
         params = params._replace(tables=model.SOLVED)
     batch = _layer_batch(request, layer_P, floor_L, width)
     episodes = batch.heat_LNE.shape[1]
@@ -81,10 +81,11 @@ def solve_layers(
 
 
 def time_curve(settings: PlannerSettings) -> Float64 | None:
-    """Return the cost curve for the kernels if the solver lowers time, float64 ``[4]``; ``None`` if it lowers PAR.
+    """Return the cost curve for the kernels, float64 ``[4]``, or ``None`` if the solver minimizes PAR instead of time.
 
-    The solver lowers PAR without a curve or with a linear one. It also does if the host splits by step: placements are
-    then searched by tokens, and accepted only if they save time.
+    The solver minimizes PAR if there is no curve, if the curve is linear, or if the policy is not flashlb. It also does
+    so if the host splits by step. In that case, the search balances tokens, and a placement is only accepted if it
+    saves time.
     """
     curve = settings.cost_curve
     if curve is None or curve.linear or settings.policy != "flashlb" or settings.split == STEP:
@@ -93,20 +94,20 @@ def time_curve(settings: PlannerSettings) -> Float64 | None:
 
 
 def _time_objective(request: SolveRequest, layer_P: npt.NDArray[np.int64]) -> TimeObjective | None:
-    """Return the cost curve and the steps that the solver lowers time for; ``None`` if it lowers PAR."""
+    """Return the cost curve and the steps whose time the solver minimizes, or ``None`` if it minimizes PAR."""
     settings = request.settings
     curve_4 = time_curve(settings)
     if curve_4 is None or settings.cost_curve is None:
         return None
     window = request.window
-    # The time of the batch is the same under all placements, like the floor, so it is added to the floor.
+    # Like the curve's floor, the batch term is the same for all placements, so add it to the floor.
     curve_4[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
     sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MAX_TIMED_STEPS)][:, layer_P]
     return TimeObjective(curve_4, sampled_TPE.astype(np.float64).transpose(1, 0, 2))
 
 
 def _sampled_steps(steps: int, limit: int) -> npt.NDArray[np.int64]:
-    """Return the indices of at most ``limit`` of ``steps`` steps, evenly spaced.
+    """Return the indices of at most ``limit`` evenly spaced steps out of ``steps``.
 
     Examples
     --------
@@ -120,7 +121,10 @@ def _sampled_steps(steps: int, limit: int) -> npt.NDArray[np.int64]:
 def _layer_batch(
     request: SolveRequest, layer_P: npt.NDArray[np.int64], floor_L: Float64, width: int
 ) -> LayerBatch:
-    """Return heat, layouts and recommendations of the layers ``layer_P``; ``width`` is that of the dealing tables."""
+    """Return the heat, layouts and recommendations of the layers ``layer_P``.
+
+    ``width`` is the number of entries per expert in the dealing tables.
+    """
     window = request.window
     placement = request.placement
     is_deepseek = request.settings.policy == "deepseek"
@@ -160,7 +164,7 @@ def _layer_batch(
 
 @dataclass(frozen=True)
 class _LazyArrays:
-    """Arrays of layers that are computed when they are read, to save memory with many ranks.
+    """Arrays of the layers, computed only when they are read, to save memory with many ranks.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Log of the ranks' reports on recent plans, from which the cost of moves is estimated.
+"""Log of the ranks' reports on recent plans, used to estimate the cost of moves.
 
-Only the service uses it. It is separate from ``price`` because it reads the wire format's reports, and decisions must
-not load the wire format.
+Only the service uses this module. It is separate from ``price`` because it depends on the wire format, which decisions
+must not load.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from eplb_core.planner.plan import LayerPlan
 from eplb_core.wire.agent import PlanState, PlanStatus
 
 _MAX_PLANS = 16
-"""Number of recent plans that the cost of moves is estimated from."""
+"""Number of recent plans used to estimate the cost of moves."""
 _MAX_STEPS = 1024
-"""Number of recent steps kept to compare plans by: the window of the decision, and that of the one before."""
+"""Number of recent steps to keep for comparisons before and after plans. They cover the windows of the latest decision
+and the one before it."""
 _CLOCK_TOLERANCE_SECONDS = 1.0
-"""Tolerance for a reported duration that exceeds the time since the plan was offered. Ranks and service have different
-clocks."""
+"""Tolerance for reported durations that exceed the time since the plan was offered, in seconds. It is needed because
+the ranks and the service have different clocks."""
 _ACCEPTED = PlanState.ACCEPTED, -1
-"""State and layer of the acceptance, which concerns the whole plan."""
+"""State and layer of an acceptance report, which concerns the whole plan."""
 _TRANSFERRED = PlanState.TRANSFERRED
 _COMMITTED = PlanState.COMMITTED
 
 
 class SwitchLog:
-    """The ranks' reports on recent plans, from which the cost of moves is estimated.
+    """Log of the ranks' reports on recent plans, used to estimate the cost of moves.
 
     The log starts when the ranks form a group, and step numbers continue from one plan to the next. Reports come from
-    other processes and are not trusted: each counts once, and a report is ignored if its duration exceeds the time
-    since the plan was offered. Memory is bounded, because the log holds only the current plan and a fixed number of
-    earlier ones.
+    other processes and are not trusted. Each one counts only once, and a report is ignored if its duration exceeds the
+    time since the plan was offered. Memory use is bounded, because the log only keeps the current plan and a fixed
+    number of earlier plans.
     """
 
     def __init__(self) -> None:
@@ -55,45 +56,45 @@ class SwitchLog:
         self._steps = NO_STEPS
 
     def offered(self, plan_id: int, layers: Sequence[LayerPlan], ranks: int, now: float) -> None:
-        """Begin to collect reports on a plan that is offered to the ranks, and stop collecting them on the one before.
+        """Start collecting reports on a plan offered to the ranks, and stop collecting reports on the previous plan.
 
-        ``now`` is in seconds, on the same clock as in ``heard``.
+        ``now`` is in seconds, on the same clock as for ``heard``.
         """
         self._close()
         decided_from = float(self._steps.step_T[-1]) + 1 if self._steps.steps else None
         self._reports = _PlanReports(plan_id, layers, ranks, now, decided_from)
 
     def heard(self, rank: int, status: PlanStatus, now: float) -> None:
-        """Record a rank's report on the newest plan; reports on earlier plans are ignored."""
+        """Record a rank's report on the latest plan; reports on earlier plans are ignored."""
         if self._reports is not None:
             self._reports.record(rank, status, now)
 
     def looked_at(self, served: ServedSteps) -> None:
-        """Add the newest steps and compare those before and after each plan.
+        """Add the newest steps, and update each plan's effect by comparing the steps before and after it.
 
-        Call it when a decision begins and no plan is in progress.
+        Call this when a decision begins and no plan is in progress.
         """
         self._close()
         self._steps = self._steps.followed_by(served, _MAX_STEPS)
         self._plans = [self._compared(plan) for plan in self._plans]
 
     def _compared(self, plan: SwitchedPlan) -> SwitchedPlan:
-        """Return the plan with its effect on the steps, unless the previous estimate used more steps."""
+        """Return the plan with an updated estimate of its effect, unless the previous estimate used more steps."""
         plan = compared(plan, self._plans, self._steps.step_T, self._steps.us_T)
         effect = effect_of(plan, self._plans, self._steps)
         steps_before = 0 if plan.effect is None else plan.effect.steps
         return replace(plan, effect=effect) if effect is not None and effect.steps >= steps_before else plan
 
     def effects(self) -> list[SwitchEffect]:
-        """Return the effects of all plans that have enough timed steps before and after them."""
+        """Return the effects of all plans with enough timed steps before and after them."""
         return [plan.effect for plan in self._plans if plan.effect is not None]
 
     def costs(self) -> MovingCosts:
-        """Return the costs of moves that have been measured so far."""
+        """Return the move costs measured so far."""
         return moving_costs(self._plans)
 
     def _close(self) -> None:
-        """Store the newest plan as far as it was reported, and stop collecting reports on it."""
+        """Store what the ranks have reported on the latest plan, and stop collecting reports on it."""
         switched = None if self._reports is None else self._reports.switched()
         self._reports = None
         if switched is not None:
@@ -101,7 +102,7 @@ class SwitchLog:
 
 
 class _PlanReports:
-    """The ranks' reports on one plan: step and seconds of each rank's first report, by state and layer."""
+    """The ranks' reports on one plan: step and duration of each rank's first report, by state and layer."""
 
     def __init__(
         self,
@@ -117,12 +118,12 @@ class _PlanReports:
         self._received = {plan.layer: np.bincount(plan.moves_M5[:, 2], minlength=ranks) for plan in layers}
         kinds = [(state, layer) for state in (_TRANSFERRED, _COMMITTED) for layer in self._received]
         self._rows = {kind: row for row, kind in enumerate((_ACCEPTED, *kinds))}
-        # Arrays, because with tuples the reports of a thousand ranks blocked the event loop.
+        # Use arrays, because with tuples the reports from a thousand ranks blocked the event loop.
         self._step_KR = np.full((len(self._rows), ranks), np.nan)
         self._seconds_KR = self._step_KR.copy()
 
     def record(self, rank: int, status: PlanStatus, now: float) -> None:
-        """Keep a rank's first report on each state and layer, unless its duration is impossible."""
+        """Record a rank's report if it is the first one for its state and layer and its duration is plausible."""
         if status.plan_id != self._plan_id or rank >= self._step_KR.shape[1]:
             return
         row = self._rows.get(_ACCEPTED if status.state is _ACCEPTED[0] else (status.state, status.layer))
@@ -134,7 +135,7 @@ class _PlanReports:
             self._seconds_KR[row, rank] = seconds
 
     def switched(self) -> SwitchedPlan | None:
-        """Return the layers of the plan that the ranks have switched; ``None`` if the ranks did not accept it."""
+        """Return the layers of the plan that the ranks have switched, or ``None`` if no rank accepted the plan."""
         accepted_at = _median(self._step_KR[self._rows[_ACCEPTED]])
         if math.isnan(accepted_at):
             return None
@@ -143,7 +144,7 @@ class _PlanReports:
         }
         begin = accepted_at
         switches: list[Switch] = []
-        # Layers that were staged at the same step belong to one part of the plan.
+        # Layers that were staged at the same step belong to the same part of the plan.
         for step, layers in groupby(self._received, key=staged_at.__getitem__):
             if math.isnan(step):
                 break
@@ -157,7 +158,7 @@ class _PlanReports:
         return SwitchedPlan(accepted_at, begin + 1, tuple(switches), decided_from=self._decided_from)
 
     def _layer_switch(self, layer: int) -> Switch:
-        """Return the switch of a single layer, with the boundary of its commit as ``by_step``."""
+        """Return the switch of a single layer, with the step of its commit as ``by_step``."""
         received_R = self._received[layer]
         transferred = self._rows[_TRANSFERRED, layer]
         committed = self._rows[_COMMITTED, layer]
@@ -168,11 +169,11 @@ class _PlanReports:
 
 
 def _without_zeros(seconds_R: Float64) -> Float64:
-    """Return the durations with 0, which ranks report if they did not measure, replaced by NaN."""
+    """Replace durations of 0, which ranks report if they did not measure them, with NaN."""
     return np.where(seconds_R > 0, seconds_R, np.nan)
 
 
 def _median(values_R: Float64) -> float:
-    """Return the median of the values that are not NaN; NaN if all are."""
+    """Return the median of the values that are not NaN, or NaN if all values are."""
     finite = values_R[~np.isnan(values_R)]
     return float(np.median(finite)) if finite.size else math.nan

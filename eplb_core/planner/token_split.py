@@ -1,4 +1,4 @@
-"""Split of each expert's tokens over the slots that hold its replicas, for every kind of host."""
+"""Split of each expert's tokens over the slots that hold its replicas, for all kinds of hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Heat = npt.NDArray[np.floating] | npt.NDArray[np.integer]
 def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
     """Return each source rank's share of each expert's tokens, summing to 1 over the ranks, float64 ``[R, L, E]``.
 
-    The shares are uniform if ``source_RLE`` is ``None``, and for an expert without tokens.
+    The shares are uniform if ``source_RLE`` is ``None``, and for experts without tokens.
     """
     shares_RLE: Float64 = np.full((ranks, layers, experts), 1.0 / ranks)
     if source_RLE is not None:
@@ -32,20 +32,20 @@ def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: 
 def split_shares(
     heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
 ) -> Float64:
-    """Return the share of its expert's tokens that each slot is expected to receive.
+    """Return, for each slot, the expected share of its expert's tokens that it receives.
 
     Parameters
     ----------
     heat_TLE
-        ``[T, L, E]``, tokens of each step. Only a host that deals needs them: the share of a table entry depends on the
-        number of tokens.
+        ``[T, L, E]``, tokens of each expert in each step. They only matter if the host deals, because an entry's share
+        then depends on the number of tokens.
     placement
         Current placement.
     log2phy_RLE
         int32 ``[R, L, E]``, current table of each source rank; ``[R, L, E, D]`` if the ranks deal.
     source_RLE
-        float64 ``[R, L, E]``, tokens by source rank. Only each expert's distribution over the ranks is used; ``None``
-        for a uniform one.
+        float64 ``[R, L, E]``, tokens by source rank. Only each expert's distribution over the ranks is used. ``None``
+        for a uniform distribution.
     split
         One of ``settings.SPLITS``.
 
@@ -56,7 +56,7 @@ def split_shares(
 
     Examples
     --------
-    Three experts on two ranks with two slots each. Expert 0 has a replica on both ranks:
+    Three experts are placed on two ranks with two slots each. Expert 0 has a replica on each rank:
 
     >>> placement = Placement(np.array([[[0, 1], [0, 2]]], dtype=np.int32), experts=3)
     >>> tables_RLE = placement.default_log2phy()
@@ -64,8 +64,8 @@ def split_shares(
     >>> split_shares(heat_TLE, placement, tables_RLE, None, "even")
     array([[0.5, 1. , 0.5, 1. ]])
 
-    With tables, each rank sends its tokens to the replica that its table names. If rank 0 has three quarters of expert
-    0's tokens, so has its replica:
+    With tables, each rank sends its tokens to the replica given by its table. If rank 0 is the source of three quarters
+    of expert 0's tokens, the replica on rank 0 receives three quarters as well:
 
     >>> source_RLE = np.array([[[30.0, 5.0, 0.0]], [[10.0, 0.0, 5.0]]])
     >>> split_shares(heat_TLE, placement, tables_RLE, source_RLE, "tables")
@@ -100,7 +100,7 @@ def _table_shares(placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 
     """Return ``split_shares`` for ranks whose tables have one entry per expert."""
     layers, ranks, slots = placement.phy2log_LRS.shape
     tables_RLE = np.ascontiguousarray(log2phy_RLE)
-    # One row of ones serves all layers if the sources are unknown.
+    # If the sources are unknown, all layers share one row of ones.
     tokens_RLE = np.ones((log2phy_RLE.shape[0], 1, placement.experts)) if source_RLE is None else source_RLE
     tokens_RLE = np.ascontiguousarray(tokens_RLE)
     share_LP = np.empty((layers, ranks * slots))
@@ -118,12 +118,12 @@ def host_split(
     split: str,
     layer_K: npt.NDArray[np.int64] | None = None,
 ) -> HostSplit:
-    """Return the split in the form that the kernel of whole tokens reads.
+    """Return the split in the form that the whole-token kernel expects.
 
     Parameters
     ----------
     heat_TLE, placement, log2phy_RLE, source_RLE, split
-        As for ``split_shares``. All except the heat hold only the K selected layers.
+        As for ``split_shares``. All except the heat contain only the K selected layers.
     layer_K
         int64 ``[K]``, layers of ``heat_TLE`` to select; all by default.
     """
@@ -148,14 +148,14 @@ def host_split(
 
 
 def _dealt_spread(table_KRED: Int32, source_KRE: Float64, placement: Placement, share_KP: Float64) -> Float64:
-    """Return the variance of many dealt tokens as a fraction of the multinomial variance, float64 ``[K, E]``.
+    """Return the variance of dealt token counts relative to the multinomial variance, float64 ``[K, E]``.
 
-    A source that deals ``n`` tokens to its entries sends a fixed fraction of them to each slot. The number of tokens at
-    a slot therefore varies only because the sources' numbers vary.
+    The result holds for many tokens. A source that deals ``n`` tokens to its entries sends a fixed fraction of them to
+    each slot. The number of tokens in a slot therefore varies only because the number of tokens per source varies.
     """
     width = table_KRED.shape[3]
-    # Pairs of entries that name the same slot. Divided by width², they give the sum over a source's slots of the
-    # squared fraction of its tokens that the slot receives.
+    # Number of pairs of entries that refer to the same slot. Divided by width², it is the sum, over a source's slots,
+    # of the squared fraction of the source's tokens that the slot receives.
     pairs_KRE = np.zeros(table_KRED.shape[:3])
     for entry in range(width):
         pairs_KRE += (table_KRED == table_KRED[..., entry, None]).sum(axis=3)
@@ -171,9 +171,9 @@ def _dealt_spread(table_KRED: Int32, source_KRE: Float64, placement: Placement, 
 
 
 def as_kernel_heat(heat_TLE: Heat) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Return the heat contiguous and in a type that the kernels accept.
+    """Return the heat as a contiguous array of a type that the kernels accept.
 
-    Each kernel is compiled once per type, when it first receives that type.
+    The number of types is limited because each kernel is compiled once per type, on first use.
     """
     accepted = heat_TLE.dtype in (np.int32, np.int64, np.float64)
     kernel_TLE: npt.NDArray[Any] = heat_TLE if accepted else heat_TLE.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Topology of the ranks: their nodes, the ranks that see the same tokens, and limits on moving experts."""
+"""Topology of the ranks: their nodes, the groups of ranks that see the same tokens, and restrictions on moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_core.placement import Int32
 
 
 class TopologyError(ValueError):
-    """Invalid topology; the message names the field and its value."""
+    """The topology is invalid. The message names the field and its value."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Topology:
     nodes_R
         int32 ``[R]``, node of each rank. Transfers within a node are cheaper.
     token_groups_R
-        int32 ``[R]``, token group of each rank. Ranks of one group see the same tokens (all-gather dispatch) and must
-        have the same log2phy.
+        int32 ``[R]``, token group of each rank. Ranks in the same group see the same tokens (all-gather dispatch) and
+        must have the same log2phy tables.
     bytes_per_expert
         Size of one expert's weights, used to count the bytes that moves send.
     rank_bound
-        True if experts cannot leave their ranks, as with grouped experts (MoGE), where every rank has one group.
+        True if experts cannot leave their ranks, as with grouped experts (MoGE), where each rank hosts one group.
     device
-        Name of the ranks' device in torch; empty if it is unknown or differs between ranks.
+        Device name of the ranks as reported by torch; empty if it is unknown or differs between ranks.
 
     Raises
     ------
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """R."""
+        """R, number of ranks."""
         return int(self.nodes_R.size)
 
     def token_groups(self) -> tuple[Int32, Int32, Int32]:
@@ -88,12 +88,12 @@ class Topology:
         node_R : Int32
             int32 ``[R]``, node of each rank.
         node_G : Int32
-            int32 ``[G]``, node of each token group; -1 if its ranks are on several nodes, because its tokens are then
-            on all of them.
+            int32 ``[G]``, node of each token group; -1 if the group's ranks are on several nodes, because its tokens
+            are then present on all of them.
 
         Examples
         --------
-        Four ranks on two nodes. Ranks 1 and 2 see the same tokens but are on different nodes:
+        There are four ranks on two nodes. Ranks 1 and 2 see the same tokens but are on different nodes:
 
         >>> topology = Topology(nodes_R=np.array([5, 5, 7, 7]), token_groups_R=np.array([0, 1, 1, 2]))
         >>> node_R, node_G = topology.nodes()
@@ -115,11 +115,11 @@ class Topology:
         Parameters
         ----------
         ranks
-            R.
+            R, number of ranks.
 
         Returns
         -------
         Topology
-            Rank ``r`` is token group ``r`` on node 0.
+            Topology in which rank ``r`` forms token group ``r``, on node 0.
         """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))

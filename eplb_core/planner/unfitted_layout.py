@@ -1,7 +1,7 @@
-"""Detection of layouts that were not fitted to any heat, such as experts in order or another model's placement.
+"""Detect layouts that were not fitted to heat, such as experts in linear order or a different model's placement.
 
-The solver places such layers from scratch, regardless of the cost of moves. Improving them step by step would preserve
-much of an arbitrary layout.
+The solver places such layers from scratch, regardless of the cost of moves. Incremental improvement would preserve much
+of an arbitrary layout.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.score import par_of_steps, split_steps
 
 _UNFITTED_RATIO = 0.7
-"""Avoidable imbalance from which a deployment counts as unfitted, as a fraction of the mean over shuffled layouts.
+"""Minimum avoidable imbalance at which a deployment counts as unfitted, relative to the mean over shuffled layouts.
 
-On the four kinds of heat of ``make bench-solver`` (256 experts on 32 ranks x 9 and 64 x 5 slots, seeds 0 and 1), single
-shuffled layouts have 0.73 to 1.35 of that mean. Layouts of ``flashlb`` and ``deepseek`` have 0.01 to 0.46 of it, one to
-five windows of 256 steps after they were made. With 32 experts on 8 ranks x 5 slots, the ranges are 0.56 to 1.49 and
-0.05 to 0.59, except on drift, where layouts of both policies reach 0.86. Placing these from scratch costs only moves.
+On the four kinds of heat in ``make bench-solver`` (256 experts on 32 ranks x 9 slots and 64 ranks x 5 slots, seeds 0
+and 1), individual shuffled layouts have 0.73 to 1.35 times that mean. Layouts from ``flashlb`` and ``deepseek`` have
+0.01 to 0.46 times that mean, one to five windows of 256 steps after they were made. With 32 experts on 8 ranks x 5
+slots, the ranges are 0.56 to 1.49 and 0.05 to 0.59, except on drift, where layouts from both policies reach 0.86. The
+only cost of placing these from scratch is their moves.
 """
 _MIN_AVOIDABLE = 0.05
-"""Avoidable imbalance of shuffled layouts below which no layout is unfitted, because all of them are good enough."""
-_MIN_STEPS = 16
-"""Fewest steps to compare layouts on. Soon after a change of the workload, a fitted layout may do as badly for a while.
+"""Avoidable imbalance of shuffled layouts at or below which no layout counts as unfitted, because all are good enough.
 """
+_MIN_STEPS = 16
+"""Minimum number of steps to compare layouts on. Just after a workload change, a fitted layout may be as bad as a
+shuffled one for a while."""
 _SHUFFLES = 4
 """Number of shuffled layouts to compare with."""
 _MAX_STEPS = 32
-"""Limit on the newest steps that layouts are compared on."""
+"""Maximum number of recent steps on which layouts are compared."""
 _MAX_LAYERS = 8
-"""Limit on the layers, evenly spaced, that layouts are compared on."""
+"""Maximum number of layers, evenly spaced, on which layouts are compared."""
 
 
 def unfitted_layers(request: SolveRequest, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose layout was not fitted to heat, bool ``[L]``.
 
-    These are the layers that balance the newest steps exactly as experts in order would. If the deployment as a whole
-    is hardly better than shuffled layouts, all layers are included.
+    These are the layers that balance the newest steps exactly as well as experts in linear order would. If the
+    deployment as a whole is hardly better than shuffled layouts, all layers are included.
 
-    With expert groups, only layers with experts in order are found, because any other layout that keeps the groups on
-    their nodes was at least made for that.
+    With expert groups, only layers with experts in linear order are detected. Any other layout that keeps the groups on
+    their nodes was at least designed for that purpose.
 
     Parameters
     ----------
     request
-        Request with the heat and the current layout.
+        Inputs of the decision, with the heat and the current layout.
     floor_L
         float64 ``[L]``, noise floor of each layer's steps.
     """
@@ -68,7 +70,7 @@ class _Comparison:
         self._rule_R1E = self._linear.default_log2phy()
 
     def linear_layers(self) -> npt.NDArray[np.bool_]:
-        """Return a mask of the layers that do as well as experts in order with the default tables, bool ``[L]``."""
+        """Return a mask of the layers equivalent to experts in linear order with the default tables, bool ``[L]``."""
         placement = self._request.placement
         log2phy_RLE = self._request.log2phy_RLE
         # The order of the slots on a rank has no effect on its load.
@@ -122,7 +124,7 @@ class _Comparison:
         return par_of_steps(served)
 
     def _linear_par(self, layer_K: npt.NDArray[np.int64], order_E: npt.NDArray[np.int64]) -> Float64:
-        """Return the mean PAR of the newest steps with the experts placed in the order ``order_E``, float64 ``[K]``."""
+        """Return the mean PAR of the newest steps with experts placed in the order ``order_E``, float64 ``[K]``."""
         source_RLE = self._request.window.source_RLE
         phy2log_KRS = self._linear.phy2log_LRS.repeat(layer_K.size, axis=0)
         served = split_steps(

@@ -1,7 +1,7 @@
-"""Results of decisions as people read them: the verdict on each layer, the move price and the gain of balancing.
+"""Decision results for operators: the verdict on each layer, the move price and the gain from balancing.
 
-The planner computes these values, the service stores them, and ``wire.operator`` encodes them. The module imports no
-other module of the core, so both sides can use it.
+The planner computes these values, the service stores them, and ``wire.operator`` encodes them. To be usable by both the
+planner and the wire format, the module does not import any other core module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TIME_PRICES = ("measured", "fitted", "stated", "assumed")
 HELPS = "helps"
 """Balancing saves time, as measured across switches."""
 COSTS = "costs"
-"""Balancing loses time, as measured across switches."""
+"""Balancing costs time, as measured across switches."""
 NO_GAIN = "no gain"
 """The interval of the measured gain includes zero."""
 NOT_MEASURABLE = "not measurable"
@@ -34,17 +34,17 @@ class MovePrice:
     Parameters
     ----------
     price
-        Fraction of a layer's PAR that a change must gain if it moves every slot of the layer.
+        Gain required to move every slot of a layer, as a fraction of its PAR.
     kind
         One of ``MOVE_PRICES``.
     reason
-        Figures from which the price was computed, as text.
+        Description of the values from which the price was computed.
     ms_per_move
-        Milliseconds of steps lost per expert that a rank receives; ``None`` if unknown.
+        Milliseconds of step time lost per expert that a rank receives; ``None`` if unknown.
     ms_per_megabyte
-        Milliseconds of steps lost per megabyte of weights; ``None`` if unknown.
+        Milliseconds of step time lost per megabyte of weights; ``None`` if unknown.
     ms_per_switch
-        Milliseconds for which the model waits while a layer is switched; ``None`` if unknown.
+        Milliseconds for which the model is blocked while a layer is switched; ``None`` if unknown.
     """
 
     price: float
@@ -57,12 +57,12 @@ class MovePrice:
 
 @dataclass(frozen=True)
 class Worth:
-    """Gain of balancing over the newest steps, compared with the initial layout.
+    """Gain from balancing over the newest steps, compared with the initial layout.
 
     Parameters
     ----------
     steps
-        T, steps that all figures refer to.
+        T, number of steps that all figures refer to.
     par_left_alone
         PAR of these steps under the initial layout.
     par
@@ -72,13 +72,13 @@ class Worth:
     reason
         One sentence that explains the verdict.
     price_kind
-        Source of the times: ``measured`` across switches, or the source of an estimate.
+        Source of the time price: ``measured`` across switches, or the source of an estimate.
     price
         Description of that source.
     switches
-        Switches with measured step times before and after them.
+        Number of switches with measured step times before and after them.
     timed_steps
-        Steps with a known wall time, without those that waited for requests.
+        Number of steps with a known wall time, excluding those that waited for requests.
     step_ms
         Mean wall time of the timed steps, in milliseconds; ``None`` if unknown.
     gain_ms
@@ -88,15 +88,15 @@ class Worth:
     gain_high_ms
         Upper end of that interval.
     gain_percent
-        Measured gain in percent of a step under the initial layout.
+        Measured gain as a percentage of the step time under the initial layout.
     ranks_worth
-        Measured gain as a number of ranks.
+        Measured gain, expressed as an equivalent number of ranks.
     tokens_per_second
         Throughput as served; ``None`` if unknown.
     tokens_per_second_won
-        Throughput due to the measured gain; ``None`` if unknown.
+        Additional throughput due to the measured gain; ``None`` if unknown.
     estimate_low_ms
-        Lower end of the estimated gain, from the stated or fitted cost of tokens; ``None`` if the gain was measured or
+        Lower end of the estimated gain, based on the stated or fitted time price; ``None`` if the gain was measured or
         cannot be estimated.
     estimate_high_ms
         Upper end of the estimated gain.
@@ -132,13 +132,13 @@ class Worth:
 
     @property
     def par_gain_percent(self) -> float:
-        """Reduction of PAR relative to the initial layout, in percent."""
+        """PAR reduction relative to the initial layout, in percent."""
         return 100.0 * (1.0 - self.par / self.par_left_alone)
 
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Decision about one layer and its reason. Ratios are PARs per step, NaN for a layer without tokens.
+    """Decision on one layer, with its reason. PARs are means over steps and are NaN for a layer without tokens.
 
     Parameters
     ----------
@@ -147,27 +147,29 @@ class LayerVerdict:
     par_seen
         PAR under the current layout.
     par_planned
-        PAR promised for the next steps. For a layer that changes, it is the PAR of the new layout on the window plus
-        ``optimism``, but at least ``noise_floor``. ``reason`` quotes the window's PAR without ``optimism``.
+        PAR promised for the next steps. For a layer that changes, this is the PAR of the new layout on the window plus
+        ``optimism``, normally no lower than ``noise_floor``. ``reason`` quotes the window's PAR without ``optimism``.
     noise_floor
-        PAR that token sampling gives a perfectly balanced layer, which no placement can improve on. It assumes
-        independent draws, and is lower if the measured variation between ranks is lower.
+        PAR of a perfectly balanced layer due to token sampling, which no placement can improve on. It assumes
+        independent draws, but is reduced if the measured variation between ranks is smaller.
     moves
-        Slots that receive weights from another rank.
+        Number of slots that receive weights from a different rank.
     changed
         True if the plan changes the layer.
     reason
-        One line for operators. It names episodes if it quotes a PAR of episodes, because the search works on episodes
-        and not on steps.
+        One-line explanation for operators. The search works on episodes instead of steps, so a PAR of episodes is
+        identified as such.
     bytes
-        Bytes of weights that the moves transfer; 0 if the host does not report the size of an expert.
+        Number of bytes of weights that the moves transfer; 0 if the host does not report the size of an expert.
     us_seen
-        Microseconds of the slowest rank under the current layout; ``None`` without a cost curve. Not sent.
+        The slowest rank's microseconds per step under the current layout; ``None`` without a cost curve. Not sent over
+        the wire.
     us_planned
-        Microseconds of the slowest rank under the new layout; ``None`` without a cost curve. Not sent.
+        The slowest rank's microseconds per step under the new layout; ``None`` without a cost curve. Not sent over the
+        wire.
     optimism
-        Increase of PAR from the heat that such changes were fitted to, to the heat of the hold-out. 0 for a layer that
-        stays, ``None`` without a hold-out. Not sent.
+        Expected increase in PAR from the window that the change was fitted to, to later steps, as measured by a
+        hold-out. 0 for a layer that is kept, ``None`` without a hold-out. Not sent over the wire.
     """
 
     layer: int
