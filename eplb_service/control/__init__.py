@@ -1,1 +1,1 @@
-"""The deployments of a service: `core` decides what is known of them, `server` carries it to and from the world."""
+"""Deployments of a service: `core` holds their state, and `server` connects it to ranks, operators and the store."""

@@ -17,7 +17,8 @@ from eplb_core.solver.model import Recommendation
 from eplb_service.control.core.deployed_layout import DeployedLayout
 
 _APPRAISAL_INTERVAL = 8.0
-"""Steps between two estimates of the time price, as a multiple of the steps that pay for one estimate's CPU time."""
+"""Number of steps between two estimates of the time price, as a multiple of the steps over which the CPU budget pays
+for one estimate."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,16 @@ class Decisions:
     Parameters
     ----------
     begun
-        True once the first decision has begun. A first plan from a prior is then no longer made.
+        True once the first decision has begun. From then on, no first plan is made from a prior.
     decided_at
         Number of assembled steps when the last decision began.
     pace
-        Schedule that follows the realised PAR; ``None`` if decisions follow the clock, or if no heat is expected.
+        Schedule that adapts to the realised PAR; ``None`` if decisions are made at fixed intervals, or if no heat is
+        expected.
     promise
-        Promise of the plan under way; ``None`` without a plan.
+        Promise of the plan in progress; ``None`` without a plan.
     planned
-        Placement and split after the last layer of the plan under way; ``None`` without a plan.
+        Placement and split that the plan in progress leads to; ``None`` without a plan.
     answered
         Latest alarm, as in ``Pace.alarm``, that the last decision took into account.
     before
@@ -45,15 +47,15 @@ class Decisions:
     forecasts
         Forecasts of the gain over the initial layout until the next decision.
     worth
-        Gain of balancing over the newest steps; ``None`` while it is unknown or the ranks serve nothing.
+        Gain from balancing over the newest steps; ``None`` while it is unknown or no heat is expected.
     time_price
-        Cost of tokens in time; ``None`` while it is unknown.
+        Latest estimate of the time that tokens cost; ``None`` while it is unknown.
     fitted
-        Last cost curve that was fitted to the group's own step times.
+        Latest cost curve fitted to the group's own step times; ``None`` before the first one.
     move_price
         Move price of the last decision; ``None`` while it is unknown.
     appraise_at
-        Value of ``pace.seen`` from which the time price is due for another estimate.
+        Value of ``pace.seen`` at which the next estimate of the time price is due.
     recommendations
         Recommendations that the next decision may apply, as in ``Plan``.
     """
@@ -76,17 +78,17 @@ class Decisions:
 
     @property
     def to_appraise(self) -> bool:
-        """True if the time price is due for an estimate. Decisions have priority in the CPU budget."""
+        """True if an estimate of the time price is due. Decisions take precedence over estimates in the CPU budget."""
         return self.pace is None or self.time_price is None or self.pace.seen >= self.appraise_at
 
     @property
     def settling(self) -> bool:
-        """True if decisions follow each other quickly because heat has just changed."""
+        """True if decisions are made in quick succession because heat has just changed."""
         return self.pace is not None and self.pace.settling
 
     @property
     def may_be_outdated(self) -> bool:
-        """True if an unanswered alarm suggests that the plan under way is outdated and a check is due."""
+        """True if an unanswered alarm suggests that the plan in progress is stale, so that a check is due."""
         pace = self.pace
         if pace is None or pace.alarm is None or not pace.due:
             return False
@@ -100,13 +102,13 @@ class Decisions:
         assembled
             Number of assembled steps so far.
         interval
-            Steps between two decisions; only used if decisions follow the clock.
+            Number of steps between two decisions; only used if decisions are made at fixed intervals.
         """
         new_steps = assembled - self.decided_at
         return new_steps >= interval if self.pace is None else new_steps > 0 and self.pace.due
 
     def after_steps(self, par_TL: Float64) -> Decisions:
-        """Process the PAR of served steps, float64 ``[T, L]``; NaN for a layer that has switched since."""
+        """Return the state after steps with this PAR, float64 ``[T, L]``; NaN for a layer that has switched since."""
         pace = self.pace
         while pace is not None and len(par_TL):
             pace, processed = pace.after_steps(par_TL)
@@ -114,19 +116,19 @@ class Decisions:
         return self if pace is self.pace else replace(self, pace=pace)
 
     def deciding(self, assembled: int) -> Decisions:
-        """Begin a decision, with ``assembled`` steps so far."""
+        """Return the state at the start of a decision, with ``assembled`` steps so far."""
         pace = self.pace and self.pace.deferred()
         alarm = None if pace is None else pace.alarm
         return replace(self, begun=True, decided_at=assembled, pace=pace, answered=alarm)
 
     def weighing(self) -> Decisions:
-        """Begin a check of the plan under way. Steps keep arriving during the check."""
+        """Return the state at the start of a check of the plan in progress. Steps keep arriving during the check."""
         return replace(self, pace=self.pace and self.pace.postponed())
 
     def weighed(self, outlook: Outlook) -> tuple[Decisions, bool]:
-        """Record the result of the check; return True if the plan is outdated.
+        """Return the state after the check, and True if the plan is stale.
 
-        A plan is outdated if heat changed after its decision. The next decision is then due once the plan ends.
+        A plan is stale if heat changed after its decision. The next decision is then due as soon as the plan ends.
         """
         if self.pace is None:
             return self, False
@@ -136,12 +138,12 @@ class Decisions:
         return replace(self, pace=pace.hastened()), True
 
     def decided(self, outlook: Outlook, live: DeployedLayout, *, changed: bool) -> Decisions:
-        """Record a decision.
+        """Return the state after a decision.
 
         Parameters
         ----------
         outlook
-            Expectations that follow from the decision.
+            Promise, forecasts, cost and other results of the decision.
         live
             Layout that the decision started from.
         changed
@@ -164,7 +166,7 @@ class Decisions:
         )
         if changed:
             if outlook.planned is not None:
-                # While the plan is under way, heat is tested against the placement that the plan leads to.
+                # While the plan is in progress, heat is tested against the placement that the plan will produce.
                 pace = pace.serving(outlook.promise)
             return replace(
                 decisions, pace=pace, promise=outlook.promise, planned=outlook.planned, before=live
@@ -173,14 +175,15 @@ class Decisions:
         return replace(decisions, pace=pace, promise=None, before=None)
 
     def plan_ended(self, done: bool) -> Decisions:
-        """Record the end of the plan under way; ``done`` is True if all of its layers were committed."""
+        """Return the state after the plan in progress ends; ``done`` is True if all of its layers were committed."""
         if self.pace is None or self.promise is None:
             return self
         if done:
-            # All layers of the plan serve now, so PAR is measured instead of predicted.
+            # All layers of the plan have switched, so PAR is now measured instead of predicted.
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
-        # No decision has judged the resulting mix of layers, so there is no expectation until the next decision.
+        # No decision has evaluated the resulting mix of old and new layers, so nothing is expected until the next
+        # decision.
         pace = replace(self.pace, expected=None)
         forecasts = replace(self.forecasts, gain=None)
         return replace(
@@ -188,7 +191,10 @@ class Decisions:
         )
 
     def resting(self) -> Decisions:
-        """Drop all expectations because no heat is expected. Later heat will not be compared with them."""
+        """Return the state without expectations, because no heat is expected.
+
+        Heat that arrives later is not compared with the old expectations.
+        """
         return replace(
             self,
             pace=None,
@@ -201,16 +207,17 @@ class Decisions:
         )
 
     def appraised(self, price: TimePrice, cost: float = 0.0) -> Decisions:
-        """Record an estimate of the time price.
+        """Return the state after an estimate of the time price.
 
-        A fitted curve is kept even if later steps yield none, because it describes the device and not the placement.
+        A fitted curve is kept even if later steps do not yield one, because it describes the device and not the
+        placement.
 
         Parameters
         ----------
         price
-            Cost of tokens in time.
+            Estimated time that tokens cost.
         cost
-            Number of steps that pay for the CPU time of the estimate.
+            Number of steps over which the CPU budget pays for the estimate.
         """
         pace = self.pace and self.pace.charged(cost)
         appraise_at = 0.0 if pace is None else pace.seen + _APPRAISAL_INTERVAL * cost
@@ -219,6 +226,6 @@ class Decisions:
 
 
 def _corrected_pace(pace: Pace, outlook: Outlook) -> Pace:
-    """Return the pace without an alarm that was a burst, and with a change of heat that raised no alarm."""
+    """Return the pace after dismissing an alarm that was only a burst and recording a change that raised no alarm."""
     pace = pace.dismissed() if outlook.burst else pace
     return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

@@ -31,8 +31,8 @@ class DeployedLayout:
     placement
         Logical expert of each slot.
     tables_L
-        Tables of each layer, int32 ``[R, E]`` with one row per source rank, or ``[R, E, D]`` for dealing tables. The
-        tables of many ranks are large, so a layer that does not switch shares them with the previous epoch.
+        Tables of each layer, int32 ``[R, E]`` with one row per source rank, or ``[R, E, D]`` for dealing tables. Tables
+        for many ranks are large, so a layer that does not switch shares its tables with the previous epoch.
     epoch
         Version of the layout. Each committed layer adds one.
     layer_epochs
@@ -63,7 +63,7 @@ class DeployedLayout:
     def of(
         cls, placement: Placement, log2phy_RLE: Int32, epoch: int, layer_epochs: tuple[int, ...]
     ) -> DeployedLayout:
-        """Compute the digests of a layout.
+        """Return a layout, computing the digest of each layer.
 
         Raises ``PlacementError`` if a table assigns an expert to a slot that does not hold it.
         """
@@ -117,7 +117,7 @@ class DeployedLayout:
 
     @cached_property
     def digest(self) -> int:
-        """Digest of the whole placement, computed as on the ranks."""
+        """Digest of the whole placement, computed in the same way as on the ranks."""
         return combine_digests(self.placement.experts, self.layer_digests)
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_RE: Int32) -> DeployedLayout:
@@ -144,7 +144,7 @@ class DeployedLayout:
 
 
 def _check_token_groups(hellos: Sequence[Hello]) -> None:
-    """Raise ``ConflictError`` if two ranks of one token group have different tables."""
+    """Raise ``ConflictError`` if two ranks in the same token group have different tables."""
     first_of_group: dict[int, Hello] = {}
     for hello in hellos:
         first = first_of_group.setdefault(hello.token_group, hello)

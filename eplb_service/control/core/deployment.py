@@ -1,7 +1,7 @@
 """One deployment as a state machine: calls in, events out. It uses no clock, sockets or threads.
 
-The ranks are authoritative about their layout, so this state follows from their messages. Events accumulate until
-``take_events``. No event is lost if a call ends with a rejection.
+The ranks are authoritative for their layout, so this state is derived from their messages. Events accumulate until
+``take_events`` is called, and none is lost if a call raises a rejection.
 
 Only the methods of ``Deployment`` change its state. Other modules read its fields.
 """
@@ -30,13 +30,13 @@ from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 
 _MAX_PROBLEMS = 8
-"""Number of plan problems that are kept."""
+"""Maximum number of plan problems that are kept."""
 _STEPS_PER_COMPLETE_STEP = 8
-"""While a rank's heat is late, a decision requires that at least one in this many steps is complete."""
+"""While a rank's heat is late, a decision requires at least one in this many steps to be complete."""
 _LATE_REPORTS = 2
 """A rank's heat is late if it is more than this many reports behind the furthest rank's."""
 _MAX_TOTAL = 1 << 62
-"""Upper bound of each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
+"""Upper bound on each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class LayerCommitted:
 
 @dataclass(frozen=True)
 class StreamsOutdated:
-    """Event: the ranks' layout is unknown. The service must end their streams, so that each rank sends another Hello.
+    """Event: the ranks' layout is unknown, so the service must end their streams to make each rank send a new Hello.
 
     Parameters
     ----------
@@ -103,13 +103,13 @@ class StreamsOutdated:
 
 
 Event: TypeAlias = DeployedLayout | LayerCommitted | PlanTracker | StreamsOutdated
-"""A change that the service must act on. A ``DeployedLayout`` means that all ranks of a group have connected and agree
-on this layout. A ``PlanTracker`` means that this plan has ended."""
+"""Change that the service must act on. A ``DeployedLayout`` means that all ranks of a group have connected and agree on
+this layout. A ``PlanTracker`` means that this plan has ended."""
 
 
 @dataclass
 class Deployment:
-    """One served model instance, and its responses to ranks, operators and the clock.
+    """State of one served model instance, updated by ranks, operators and the clock.
 
     Parameters
     ----------
@@ -130,23 +130,23 @@ class Deployment:
     heat
         Heat of the group's recent steps; ``None`` until the layout is known.
     plan
-        Plan under way; ``None`` without one.
+        Plan in progress; ``None`` without one.
     ended_plan
-        Latest plan that has ended.
+        Most recent plan that has ended.
     planned_par
-        PAR promised by the plan of each switched layer, by layer.
+        PAR that its plan promised for each switched layer, by layer.
     attendance
-        Rejected ranks, and how long ranks have been waiting or gone.
+        Rejected ranks, and the time for which ranks have been waiting or disconnected.
     known
         True once all ranks of some group have connected and agreed on a layout.
     plan_problems
         Latest problems of plans since the last decision began.
     without_heat
-        Time since a step was last completed.
+        Time and steps since the last step was completed.
     without_decision
-        Time since the last decision.
+        Time and steps since the last decision.
     shedding
-        Share of their heat that the ranks report.
+        Fraction of its heat that each rank reports.
     late
         Connected ranks whose heat is late.
     service_problems
@@ -154,12 +154,12 @@ class Deployment:
     decisions
         State of the decisions for the current group.
     first_layout
-        Id and initial layout of the current group or of an earlier one; ``None`` if there was no group yet. It is
+        Group id and initial layout of the current group or an earlier one; ``None`` before the first group. It is
         restored when the service restarts.
     switch_log
         Durations of switches, as measured by the ranks of the current group.
     events
-        Events since the last call of ``take_events``.
+        Events since the last call to ``take_events``.
     """
 
     name: str
@@ -236,8 +236,8 @@ class Deployment:
     def renews(self, hello: Hello) -> bool:
         """Return True if ``hello`` comes from a rank of the current group, so that its new stream replaces the old one.
 
-        Only ranks of the group know its id, and each rank has one agent. An older stream of the same rank is therefore
-        dead, or it was never the rank's.
+        Only ranks of the group know its id, and each rank has one agent. An older stream for the same rank is therefore
+        dead, or did not come from the rank.
         """
         return self.group is not None and self.group.forming == (hello.group_id, hello.shape)
 
@@ -293,7 +293,8 @@ class Deployment:
         Parameters
         ----------
         interval
-            Steps between two decisions if they follow the clock; also the longest wait for a late rank.
+            Number of steps between two decisions if they are made at fixed intervals; also the maximum number of steps
+            to wait for a late rank.
         """
         due = self.decisions.is_due(self.assembled, interval)
         late_ranks, _ = self.late.for_seconds(LATE_SECONDS)
@@ -303,10 +304,10 @@ class Deployment:
             due = self.without_decision.steps >= interval and enough_complete
         return due and self.obstacle() is None
 
-    # Commands of the service and its operators
+    # Commands from the service and its operators
 
     def restore(self, *, leader_term: int, paused: bool, last_decision: str, totals: Totals) -> None:
-        """Restore the state that an earlier run of the service has stored.
+        """Restore the state that an earlier run of the service stored.
 
         Parameters
         ----------
@@ -326,11 +327,11 @@ class Deployment:
         self.known = True
 
     def restore_first_layout(self, first_layout: tuple[str, Layout] | None) -> None:
-        """Restore the id and initial layout of the latest stored group; ``None`` if no group was stored."""
+        """Restore the group id and initial layout of the last stored group; ``None`` if no group was stored."""
         self.first_layout = first_layout
 
     def set_paused(self, paused: bool) -> None:
-        """Pause planning, or resume it."""
+        """Pause or resume planning."""
         self.paused = paused
 
     def lead_with(self, leader_term: int) -> None:
@@ -376,12 +377,12 @@ class Deployment:
             self.events.append(layout)
 
     def leave(self, rank: int) -> None:
-        """Disconnect a rank."""
+        """Record that a rank has disconnected."""
         if self.group is not None:
             self.group = self.group.without_stream(rank)
 
     def rest(self) -> None:
-        """Free memory while no rank is connected. The ranks report their layout when they return."""
+        """Free memory while no rank is connected. The ranks report their layout again when they reconnect."""
         assert not self.connected
         self._interrupt_plan("all ranks disconnected")
         self.group = None
@@ -389,7 +390,7 @@ class Deployment:
         self.ended_plan = None
         self.decisions = self.decisions.resting()
 
-    # Reports of the ranks
+    # Reports from the ranks
 
     def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
         """Record the state that a rank reports."""
@@ -399,14 +400,14 @@ class Deployment:
         self._trust_ranks(rank)
 
     def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
-        """Record a rank's report on the plan under way or the latest one that has ended.
+        """Record a rank's report on the plan in progress or on the most recent one that has ended.
 
         Reports on older plans only update the rank's step and version.
 
         Parameters
         ----------
         rank
-            Sender of the report.
+            Rank that sent the report.
         status
             Outcome of the plan, or of one of its layers, on the rank.
         now
@@ -433,14 +434,14 @@ class Deployment:
         """Process a rank's heat report.
 
         Returns the number of steps that the report completed and the number of steps that are lost because of it. The
-        completed steps wait for ``put_together``.
+        completed steps remain pending until ``put_together`` is called.
         """
         if self.heat is None:
             return StepCounts(0, 0)
         step = max(self._current_group.members[rank].step, report.first_step + report.steps)
         self._update_member(rank, step=step, dropped_steps=report.dropped_steps)
         while self.put_together():
-            # Steps that still wait would enter the window without being tested for a change.
+            # Steps that are still pending would enter the window without being tested for a change.
             pass
         gained = self.heat.take(rank, report)
         if any(gained):
@@ -448,9 +449,10 @@ class Deployment:
         return gained
 
     def put_together(self, max_steps: int | None = None) -> bool:
-        """Move complete steps into the window one by one. Return True if more of them wait.
+        """Move complete steps into the window one by one. Return True if more are pending.
 
-        This stops early once a decision is due. The decision then uses the same steps, however many arrive together.
+        This stops early once a decision is due, so that the decision uses the same steps no matter how many arrive
+        together.
 
         Parameters
         ----------
@@ -472,9 +474,9 @@ class Deployment:
         return self.heat.waiting > 0
 
     def _tested_par(self, heat: HeatAssembler, live: DeployedLayout, since: int) -> Float64:
-        """Return the PAR to test for a change of heat, of the steps after the first ``since`` ones.
+        """Return the PAR of the steps after the first ``since`` ones, to be tested for a change of heat.
 
-        While a plan is under way, PAR is predicted for the placement that the plan leads to, because the measured PAR
+        While a plan is in progress, PAR is predicted for the placement that the plan leads to, because the measured PAR
         also changes with each layer that switches.
         """
         planned = self.decisions.planned
@@ -486,10 +488,10 @@ class Deployment:
 
     @property
     def may_call_off(self) -> bool:
-        """True if the service should check if the plan under way is outdated.
+        """True if the service should check whether the plan in progress is stale.
 
-        A plan is not called off if its predecessor was and neither has switched a layer. Otherwise no layer might ever
-        switch under heat that changes often.
+        A plan is not called off if the previous plan was called off and neither of them has switched a layer.
+        Otherwise, frequent changes of heat might prevent every switch.
         """
         if self.plan is None or self.plan.called_off or self.paused:
             return False
@@ -499,11 +501,11 @@ class Deployment:
         return self.decisions.may_be_outdated
 
     def weighing(self) -> None:
-        """Begin to check the plan under way against the current heat."""
+        """Begin to check the plan in progress against the current heat."""
         self.decisions = self.decisions.weighing()
 
     def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
-        """Record the result of the check. Call the plan off and return True if it is outdated and still under way.
+        """Record the result of the check. Call the plan off and return True if it is stale and still in progress.
 
         Parameters
         ----------
@@ -521,14 +523,14 @@ class Deployment:
         return True
 
     def call_off(self, reason: str, now: float) -> None:
-        """Call the plan under way off. The caller sends the request to the ranks."""
+        """Call off the plan in progress. The caller is responsible for sending the call-off to the ranks."""
         assert self.plan is not None
         self.plan = self.plan.calling_off(reason, now)
 
     def beginning(self, problem: str = "") -> None:
         """Begin the first plan from a prior, or record the ``problem`` that prevents it.
 
-        Decisions on the group's own heat follow in either case.
+        In either case, later decisions use the group's own heat.
         """
         self.decisions = replace(self.decisions, begun=True)
         if problem:
@@ -555,11 +557,11 @@ class Deployment:
         self.decisions = replace(self.decisions, move_price=price)
 
     def record_time_price(self, price: TimePrice, cost: float) -> None:
-        """Record the cost of tokens in time; ``cost`` is the number of steps that pay for the estimate's CPU time."""
+        """Record the time price; ``cost`` is the number of steps over which the CPU budget pays for the estimate."""
         self.decisions = self.decisions.appraised(price, cost)
 
     def record_worth(self, worth: Worth | None) -> None:
-        """Record the gain of balancing over the newest steps; ``None`` if it is unknown."""
+        """Record the gain from balancing over the newest steps; ``None`` if it is unknown."""
         self.decisions = replace(self.decisions, worth=worth)
 
     def offer(self, plan: PlanTracker, now: float) -> None:
@@ -568,7 +570,7 @@ class Deployment:
         self.switch_log.offered(plan.plan_id, plan.decision.layers, self._current_group.shape.ranks, now)
 
     def tick(self, now: float) -> None:
-        """Update everything that depends on the time ``now``, in seconds."""
+        """Update all state that depends on the current time ``now``, in seconds."""
         if self.plan is not None:
             step = None if self._current_group.missing else self._furthest_step
             self.plan = self.plan.after_time(now, self.limits.plan_timeout, step)
@@ -615,7 +617,7 @@ class Deployment:
         self.attendance = self.attendance.after(now, connected=bool(members), waiting=waiting)
 
     def _update_late_ranks(self, now: float, step: int) -> None:
-        """Record the connected ranks whose heat is late. All ranks make the same steps at about the same time."""
+        """Record the connected ranks whose heat is late, given that all ranks make each step at about the same time."""
         behind: list[int] = []
         steps = 0
         if self.heat is not None and self.group is not None:
@@ -626,7 +628,7 @@ class Deployment:
         self.late = self.late.after(now, step, late_ranks, steps)
 
     def _expect_heat_of(self, live: DeployedLayout) -> None:
-        """Prepare to assemble heat that is counted under ``live``."""
+        """Prepare to assemble heat counted under the layout ``live``."""
         limits = self.limits
         if self.heat is None:
             self.heat = HeatAssembler(
@@ -651,12 +653,12 @@ class Deployment:
                 return
 
     def _trust_ranks(self, rank: int) -> None:
-        """Drop the current layout if all ranks agree on another version; ``rank`` is the one that has just reported."""
+        """Drop the current layout if all ranks agree on a different version; ``rank`` has just reported."""
         if self.group is None or self.plan is not None:
             return
         live = self.live
         if live is not None and self.group.members[rank].version == live.version:
-            # This rank still serves the current layout, so the ranks do not all agree on another one.
+            # This rank still serves the current layout, so the ranks do not all agree on a different one.
             return
         versions = {member.version for member in self.group.connected}
         if live is None:
@@ -671,7 +673,7 @@ class Deployment:
             self.events.append(StreamsOutdated(reason))
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
-        """Replace a plan's state ``before`` by the state ``after`` and commit the layers that have switched."""
+        """Replace a plan's state ``before`` with ``after`` and record the layers that have switched in between."""
         if self.plan is before:
             self.plan = after
         elif self.ended_plan is before:
@@ -683,7 +685,7 @@ class Deployment:
         self._close_plan()
 
     def _commit(self, group: Group, before: DeployedLayout, plan: PlanTracker, update: LayerPlan) -> None:
-        """Switch one layer of the current layout.
+        """Update the current layout after the commit of one layer.
 
         Parameters
         ----------
@@ -701,20 +703,20 @@ class Deployment:
         bytes_moved = moves * group.shape.bytes_per_expert
         self.group = replace(group, live=layout)
         if self.heat is not None:
-            # Only a rank's report proves which plan leads to this epoch, so this cannot be done at the offer.
+            # Only a rank's report proves which plan led to this epoch, so this cannot be done when the plan is offered.
             self.heat.placements.place(update.layer, layout.epoch, update.phy2log_RS, update.log2phy_RE)
         self.planned_par[update.layer] = plan.decision.verdicts[update.layer].par_planned
         self.totals = self.totals.plus(layers_switched=1, experts_moved=moves, bytes_moved=bytes_moved)
         self.events.append(LayerCommitted(update, layout, bytes_moved))
 
     def _interrupt_plan(self, reason: str) -> None:
-        """End the plan under way for a reason outside of it."""
+        """End the plan in progress for a reason unrelated to the plan itself."""
         if self.plan is not None:
             self.plan = self.plan.interrupted(reason)
             self._close_plan()
 
     def _close_plan(self) -> None:
-        """Record the outcome of the plan under way if it has ended."""
+        """Record the outcome of the plan in progress if it has ended."""
         plan = self.plan
         if plan is None or plan.outcome is None:
             return
@@ -727,7 +729,7 @@ class Deployment:
             self._record_problem(plan.summary)
 
     def _record_problem(self, problem: str) -> None:
-        """Record a problem of a plan. Only the latest ones are kept, each once."""
+        """Record a problem of a plan. Only the latest distinct problems are kept."""
         if problem not in self.plan_problems:
             self.plan_problems = [*self.plan_problems, problem][-_MAX_PROBLEMS:]
 

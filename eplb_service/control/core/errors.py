@@ -1,27 +1,27 @@
-"""Errors of the core, one exception per kind of rejection. Each message states the problem and what to do."""
+"""Exceptions of the core, one per kind of rejection. Each message states the problem and how to fix it."""
 
 from __future__ import annotations
 
 
 class RefusedError(Exception):
-    """Rejection of a rank or of an operator's command."""
+    """Raised when a rank or an operator's command is rejected."""
 
 
 class ConflictError(RefusedError):
-    """Rejection of a well-formed request that contradicts the state of the deployment."""
+    """Raised when a well-formed request conflicts with the state of the deployment."""
 
 
 class AlreadyConnectedError(RefusedError):
-    """Rejection of a second agent for a rank whose first agent is still connected."""
+    """Raised when a second agent connects for a rank whose first agent is still connected."""
 
 
 class UnknownDeploymentError(RefusedError):
-    """Rejection of a request for a deployment that no agent has ever connected for."""
+    """Raised when a request names a deployment for which no agent has ever connected."""
 
 
 class ExhaustedError(RefusedError):
-    """Rejection of a request that would exceed a limit of the service."""
+    """Raised when a request would exceed a limit of the service."""
 
 
 class NotStoredError(RefusedError):
-    """Warning that a command was executed but not stored, so that a restart of the service loses it."""
+    """Raised when a command took effect but could not be stored, so that a restart of the service loses it."""

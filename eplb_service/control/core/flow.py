@@ -1,7 +1,6 @@
 """Flow of heat from the ranks to the service: limits, load shedding, and detection of late ranks and stalls.
 
-All types are immutable values. Their ``after`` methods return the state that follows from the ranks' reports and the
-current time.
+All types are immutable. Their ``after`` methods return the new state, given the ranks' reports and the current time.
 """
 
 from __future__ import annotations
@@ -13,52 +12,53 @@ from eplb_core.heat.sources import HeatPhase
 from eplb_core.wire.agent import MAX_BLOCKS
 
 MIN_STEPS = 16
-"""Steps per report in a small group."""
+"""Number of steps per report in a small group."""
 MAX_STEPS = 64
-"""Steps per report in a large group; the layers' heat rings hold no more."""
+"""Maximum number of steps per report, used in large groups. The layers' heat rings cannot hold more steps."""
 _REPORTS_PER_WINDOW = 4
 """Minimum number of reports per window, and per decision interval."""
 _RANKS_PER_STEP = 5
-"""Ranks per step of a report above which reports are made longer. At 20 steps per second, five ranks per step send 100
-reports per second in total."""
+"""Maximum ratio of ranks to steps per report. Groups that exceed it send longer reports. At 20 steps per second, a
+ratio of five yields 100 reports per second in total."""
 _SHEDDING_CHECK_SECONDS = 20.0
-"""Time between two checks of the steps that ranks have dropped."""
+"""Time between two checks for steps that the ranks have dropped."""
 _CALM_SECONDS = 300.0
-"""Time without dropped steps after which the ranks are asked for more heat."""
+"""Time without dropped steps after which the ranks are asked to report more heat."""
 _IDLE_SECONDS = 30.0
 """Time without a new step after which the ranks count as idle."""
 LATE_SECONDS = 5.0
 """Time for which a rank's heat must be late before the service reacts."""
 HELD_SECONDS = 10.0
-"""Longest time for which a rank that is ahead of slower ranks is held back."""
+"""Maximum time for which a report from a rank that is ahead of slower ranks is delayed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a deployment.
+    """Limits that apply to one deployment.
 
     Parameters
     ----------
     window_steps
         Maximum number of steps that a decision uses.
     pending_steps
-        Number of steps that the fastest rank's reports may be ahead of the slowest rank's. It also bounds the steps of
-        one report.
+        Maximum number of steps by which the fastest rank's reports may be ahead of the slowest rank's. It also limits
+        the length of one report.
     plan_timeout
         Seconds without a report from any rank after which a plan times out.
     interval
-        Number of steps before the first decision; also the longest interval between later ones.
+        Number of steps before the first decision; also the maximum number of steps between later ones.
     by_clock
         True if decisions are due after every ``interval`` steps, regardless of the realised PAR. This is the case for
         policies other than this project's own.
     cpu_share
         Fraction of one core that decisions may use, averaged over several intervals.
     report_steps
-        Steps per report; ``None`` to derive it from the number of ranks.
+        Number of steps per report; ``None`` to derive it from the number of ranks.
     heat_phase
-        Phase of the steps that decisions use: all steps, those in which a rank prefills, or those in which none does.
+        Phase of the steps that decisions use: all steps, only prefill steps (some rank prefills), or only decode steps
+        (no rank prefills).
     routed_by_tables
-        True if hosts route tokens by the tables, False if they follow a rule of their own.
+        True if hosts route tokens according to the tables, False if they use their own routing rule.
 
     Examples
     --------
@@ -81,14 +81,14 @@ class Limits:
 
     @property
     def decision_steps(self) -> int:
-        """Window or decision interval, in steps, whichever is shorter."""
+        """Length of the window or of the decision interval, whichever is shorter, in steps."""
         return self.window_steps if self.interval is None else min(self.window_steps, self.interval)
 
     def steps_per_report(self, ranks: int) -> int:
         """Return the number of steps that each rank of a group of ``ranks`` combines into one report.
 
-        A report costs nearly the same regardless of its length, so large groups send long ones. The price is that the
-        service detects a change of heat later.
+        A report costs nearly the same regardless of its length, so large groups send long ones. The drawback is that
+        the service detects a change of heat later.
         """
         if self.report_steps is not None:
             return self.report_steps
@@ -101,22 +101,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shedding:
-    """Load shedding: the share of their heat that the ranks of a deployment report (immutable).
+    """Load shedding: the fraction of its heat that each rank of a deployment reports (immutable).
 
-    Steps are numbered in blocks, and every rank reports the same block out of ``one_in``. The reported steps are
-    therefore complete. If each of 1,024 ranks instead dropped one report in ten independently, only one step in 10^47
-    would be complete.
+    Steps are grouped into numbered blocks, and all ranks report the same one of every ``one_in`` blocks. The reported
+    steps are therefore complete. If each of 1,024 ranks instead dropped one report in ten independently, only one step
+    in 10^47 would be complete.
 
     Parameters
     ----------
     one_in
-        Number of blocks out of which each rank reports one.
+        Each rank reports one of every ``one_in`` blocks.
     dropped
-        Number of steps that each connected rank had dropped at the last check, by rank.
+        Number of steps that each connected rank had dropped by the last check, by rank.
     looked_at
         Time of the last check, in seconds; ``None`` before the first one.
     calm_since
-        Time since which no rank has dropped a step, or of the last increase of the share if that is later.
+        Start of the current period without dropped steps, or time of the last increase of the reported fraction if that
+        is later.
 
     Examples
     --------
@@ -172,7 +173,7 @@ class LateRanks:
     now
         Time of the last update, in seconds.
     step
-        Furthest step of any rank.
+        Highest step that any rank has reached.
     stepped_at
         Time at which that step was first observed.
     """
@@ -191,7 +192,7 @@ class LateRanks:
         now
             Current time, in seconds.
         step
-            Furthest step of any rank.
+            Highest step that any rank has reached.
         ranks
             Connected ranks whose heat is behind.
         steps
@@ -203,7 +204,7 @@ class LateRanks:
         return LateRanks(since, steps, now, step, stepped_at)
 
     def for_seconds(self, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks that have been late for more than ``seconds``, and the longest such time."""
+        """Return the ranks that have been late for more than ``seconds``, and the longest of these times."""
         durations = {rank: self.now - since for rank, since in self.since.items()}
         durations = {rank: duration for rank, duration in durations.items() if duration > seconds}
         return list(durations), max(durations.values(), default=0.0)
@@ -220,11 +221,11 @@ class Stall:
     since
         Time at which the counter was first observed at this value, in seconds.
     step
-        Furthest step of any rank at that time.
+        Highest step that any rank had reached at that time.
     seconds
         Seconds from that time to the last update.
     steps
-        Steps that the furthest rank made in this time.
+        Number of steps that the furthest rank made in this time.
     """
 
     count: int | None = None

@@ -13,19 +13,19 @@ from eplb_service.control.core.flow import LATE_SECONDS, Limits
 from eplb_service.control.core.group import rank_list
 
 RECENT_STEPS = 64
-"""Number of recent steps that figures of the current balance cover."""
+"""Number of recent steps over which the current balance is measured."""
 MAX_POINTS = 512
-"""Number of points at which a balance series is thinned out."""
+"""Maximum number of points in a balance series, at which it is thinned out."""
 _SILENT_SECONDS = 30.0
-"""Time without a completed step, while the ranks make steps, that is reported as a problem."""
+"""Time without a completed step after which a problem is reported, provided that the ranks make steps."""
 _UNDECIDED_SECONDS = 600.0
-"""Time without a decision that is reported as a problem."""
+"""Time without a decision after which a problem is reported."""
 _UNDECIDED_WINDOWS = 16
-"""Windows of steps without a decision that are reported as a problem. They exceed any decision interval.
+"""Number of windows without a decision after which a problem is reported. This is longer than any decision interval.
 
-The same number of windows without a token is reported if no rank has ever counted one."""
+If no rank has ever counted a token, a problem is reported after the same number of windows without tokens."""
 _MISROUTED_STEPS = 16
-"""Number of misrouted steps from which a host is assumed to ignore its tables."""
+"""Number of steps with misrouted tokens after which the host is assumed to ignore its tables."""
 
 
 class BalanceSeries:
@@ -41,7 +41,7 @@ class BalanceSeries:
     Attributes
     ----------
     points
-        Points in ascending order of time.
+        Points in chronological order.
     """
 
     def __init__(self, interval: float = 1.0) -> None:
@@ -60,7 +60,7 @@ class BalanceSeries:
 
 
 def served_now(deployment: Deployment) -> int:
-    """Return the number of recent steps that figures of the current balance cover; 0 while no rank is connected."""
+    """Return the number of recent steps over which the current balance is measured; 0 while no rank is connected."""
     if deployment.heat is None or deployment.live is None or not deployment.connected:
         return 0
     return min(deployment.heat.steps, RECENT_STEPS)
@@ -127,9 +127,9 @@ def redundancy(deployment: Deployment) -> tuple[int, int]:
     Returns
     -------
     int
-        Slots of all ranks in one layer, less one per expert.
+        Number of slots of all ranks in one layer, minus one per expert.
     int
-        Bytes per rank over all layers, on average; 0 if the size of an expert is unknown.
+        Average number of bytes per rank over all layers; 0 if the size of an expert is unknown.
     """
     if deployment.group is None:
         return 0, 0
@@ -180,7 +180,7 @@ def _balancing_problems(deployment: Deployment) -> list[str]:
 
 
 def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
-    """Return the problems in the content of the heat: steps that decisions cannot use, and misrouted tokens."""
+    """Return the problems with the reported heat: steps that decisions cannot use, and misrouted tokens."""
     lines = []
     pending = heat.pending
     many_steps = _UNDECIDED_WINDOWS * limits.decision_steps
@@ -213,7 +213,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
 
 
 def _flow_problems(deployment: Deployment) -> list[str]:
-    """Return the problems in the flow of heat and decisions: shed heat, late ranks and stalls."""
+    """Return the problems with the flow of heat and decisions: shed heat, late ranks and stalls."""
     lines = []
     limits = deployment.limits
     one_in = deployment.shedding.one_in

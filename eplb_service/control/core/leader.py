@@ -1,11 +1,11 @@
-"""Leadership among services: leader terms, and claims to a lease.
+"""Leadership among services: leader terms, and claims on a lease.
 
-Ranks reject plans of a lower term than the highest one that they have received. A term combines the start time of its
-service with random bits, so that no two services share one.
+Ranks reject plans whose term is lower than the highest one that they have received. A term combines its service's start
+time with random bits, so that no two services have the same term.
 
-Leases work as in Kubernetes leader election, which never compares the clocks of two machines. A service observes the
-lease's record and measures, by its own clock, how long the record has not changed. Once that exceeds the time within
-which the holder promised to renew it, the lease has expired.
+Leases work as in Kubernetes leader election, which never compares the clocks of two machines. A service uses its own
+clock to measure how long the lease record has stayed unchanged. The lease has expired once this exceeds the renewal
+time that the holder promised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eplb_service.control.core.errors import ConflictError
 RANDOM_BITS = 20
 """Number of low bits of a term that are drawn at random."""
 _MAX_CLOCK = 1 << 36
-"""Upper bound of the time in a new term, in seconds since 1970: the year 4147."""
+"""Maximum time in a new term, in seconds since 1970 (the year 4147)."""
 
 
 def term_at(seconds: float, random_bits: int) -> int:
@@ -48,20 +48,20 @@ def clock_of(term: int) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """Record of a lease, as one service observes it (immutable).
+    """Lease record as observed by one service (immutable).
 
     Parameters
     ----------
     holder
         Identity of the service that holds the lease; empty if the lease was released.
     renewed
-        Text that the holder changes at each renewal.
+        String that the holder changes at each renewal.
     seconds
         Time within which the holder promises to renew the lease.
     term
         Highest leader term of any holder so far.
     since
-        Time at which this record was first observed, by the observer's clock.
+        Time at which this record was first observed, according to the observer's clock.
 
     Examples
     --------
@@ -80,7 +80,7 @@ class Claim:
     since: float = field(default=0.0, compare=False)
 
     def followed_by(self, now: float, claim: Claim) -> Claim:
-        """Return the record that was read at time ``now``, dated to ``now`` if it has changed."""
+        """Return the claim after reading a record at time ``now``; ``since`` becomes ``now`` if it has changed."""
         return self if claim == self else replace(claim, since=now)
 
     def may_be_taken(self, now: float, identity: str) -> bool:

@@ -32,8 +32,8 @@ from eplb_service.control.core.group import rank_list
 _MAX_REASONS = 3
 """Maximum number of reasons listed in an outcome."""
 _IDLE_SHARE = 0.25
-"""Fraction of the time limit without a new step after which the ranks count as idle. Ranks report only every few
-seconds, so a shorter gap proves nothing."""
+"""Ranks count as idle after this fraction of the plan's timeout without a new step. They report only every few seconds,
+so a shorter gap does not show that they are idle."""
 
 
 class Outcome(str, enum.Enum):
@@ -41,7 +41,7 @@ class Outcome(str, enum.Enum):
 
     DONE = "done"
     CALLED_OFF = "called_off"
-    """Heat changed while the plan was under way. The next decision starts from the layers switched by then."""
+    """Heat changed while the plan was in progress. The next decision starts from the layers switched by then."""
     REFUSED = "refused"
     ABORTED = "aborted"
     TIMED_OUT = "timed_out"
@@ -62,7 +62,7 @@ class PlanTracker:
     base_digest
         Digest of that layout.
     decision
-        Layers of the plan, in order of their commits, and the verdicts on all layers.
+        Layers of the plan, in commit order, and the verdicts on all layers.
     versions
         Epoch and digest of the deployment after the commit of each of the plan's layers.
     progress
@@ -70,7 +70,7 @@ class PlanTracker:
     heard_at
         Time of the offer or of the latest report, in seconds of the caller's clock, plus the idle time since then.
     step
-        Furthest step of any rank.
+        Highest step that any rank has reached.
     stepped_at
         Time at which that step was first observed.
     committed
@@ -78,7 +78,7 @@ class PlanTracker:
     called_off
         Reason why the service called the plan off; empty if it did not.
     outcome
-        Outcome of the plan; ``None`` while it is under way.
+        Outcome of the plan; ``None`` while it is in progress.
     reason
         Reason for the outcome; empty if the plan is done.
     objections
@@ -102,7 +102,7 @@ class PlanTracker:
 
     @classmethod
     def of(cls, plan_id: int, base: DeployedLayout, decision: Plan) -> PlanTracker:
-        """Return the tracker of a new plan.
+        """Return a tracker for a new plan.
 
         Parameters
         ----------
@@ -132,7 +132,7 @@ class PlanTracker:
 
     @property
     def was_called_off(self) -> bool:
-        """True if the plan ended early because it was outdated."""
+        """True if the plan ended early because it was stale."""
         return self.outcome is Outcome.CALLED_OFF
 
     @property
@@ -143,14 +143,14 @@ class PlanTracker:
         return f"plan {self.plan_id} {state}{reason}"
 
     def rank_plan(self, leader_term: int, rank: int, token_groups: Sequence[int]) -> RankPlan:
-        """Return the plan as sent to one rank. Plans of different ranks differ only in the rank's tables.
+        """Return the plan to send to one rank. The plans for different ranks differ only in the tables.
 
         Parameters
         ----------
         leader_term
             Leader term of the service.
         rank
-            Receiver of the plan.
+            Rank that receives the plan.
         token_groups
             Token group of each rank.
         """
@@ -167,7 +167,7 @@ class PlanTracker:
         return RankPlan.of(self.plan_id, leader_term, self.base_epoch, self.base_digest, layers)
 
     def after_status(self, rank: int, status: PlanStatus, now: float) -> PlanTracker:
-        """Record a rank's report. Raises ``ConflictError`` if the report does not match the plan."""
+        """Return the tracker after a rank's report. Raises ``ConflictError`` if the report does not match the plan."""
         tracker = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
             tracker = tracker._with_progress(rank, self._committed_count(rank, status))
@@ -178,11 +178,11 @@ class PlanTracker:
         return tracker._with_outcome()
 
     def calling_off(self, reason: str, now: float) -> PlanTracker:
-        """Record that the service calls the plan off. The plan ends once all ranks have answered."""
+        """Return the tracker after the service calls the plan off. The plan ends once all ranks have answered."""
         return replace(self, called_off=reason, heard_at=now)
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
-        """Record that a rank serves ``version``, an epoch and digest.
+        """Return the tracker after a rank reports that it serves ``version``, an epoch and digest.
 
         Returns ``None`` if the version is not one of the plan's.
         """
@@ -191,7 +191,7 @@ class PlanTracker:
         return self._with_progress(rank, self.versions.index(version) + 1)._with_outcome()
 
     def after_time(self, now: float, limit: float, step: int | None = None) -> PlanTracker:
-        """Time the plan out if no rank has reported for too long.
+        """Return the tracker at time ``now``, timed out if no rank has reported for too long.
 
         Ranks vote as they make steps, so time without steps does not count.
 
@@ -202,7 +202,7 @@ class PlanTracker:
         limit
             Seconds without a report after which the plan times out.
         step
-            Furthest step of any rank; ``None`` if ranks are missing, so that idle time counts as well.
+            Highest step that any rank has reached; ``None`` if ranks are missing, so that idle time counts as well.
         """
         if step is not None and self.outcome is None:
             pause = now - self.stepped_at
@@ -221,11 +221,11 @@ class PlanTracker:
         return replace(self, outcome=Outcome.TIMED_OUT, reason=silence)
 
     def interrupted(self, reason: str) -> PlanTracker:
-        """End the plan for a reason outside of it."""
+        """Return the tracker after the plan ends for a reason unrelated to the plan itself."""
         return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
 
     def _with_call_off_answer(self, rank: int, status: PlanStatus) -> PlanTracker:
-        """Record a rank's answer to the call-off. It has either committed all layers or dropped the rest."""
+        """Record a rank's answer to the call-off. The rank has either committed all layers or dropped the rest."""
         version = status.epoch, status.digest
         tracker = self
         if version in self.versions:
@@ -235,7 +235,7 @@ class PlanTracker:
         return replace(tracker, objections={rank: status, **self.objections})
 
     def _committed_count(self, rank: int, status: PlanStatus) -> int:
-        """Return the number of the plan's layers that a rank has committed, from its report of a commit.
+        """Return the number of the plan's layers that a rank has committed, according to its commit report.
 
         Raises ``ConflictError`` if the report does not match the plan.
         """
@@ -259,14 +259,17 @@ class PlanTracker:
 
     def _with_outcome(self) -> PlanTracker:
         """End the plan if all ranks have committed its last layer or dropped it."""
-        # In a large group, some rank has nearly always yet to answer. This test is cheaper than listing those ranks.
+        # In a large group, some ranks have almost always yet to answer, and this test is cheaper than listing them.
         incomplete = not self.objections and min(self.progress) < len(self.versions)
         if self.outcome is not None or incomplete or self.silent_ranks:
             return self
         return self._ended_by_objections() if self.objections else replace(self, outcome=Outcome.DONE)
 
     def _ended_by_objections(self) -> PlanTracker:
-        """End the plan by the most severe objection, and combine the reasons of the ranks that raised it."""
+        """End the plan with the outcome of the most severe objection.
+
+        The reason combines those given by the ranks that raised this objection.
+        """
         states = {status.state for status in self.objections.values()}
         by_severity = PlanState.REFUSED, PlanState.ABORTED, PlanState.CALLED_OFF
         end_state = next(state for state in by_severity if state in states)
@@ -276,7 +279,7 @@ class PlanTracker:
         for rank, status in sorted(self.objections.items()):
             if status.state is end_state:
                 ranks_by_reason.setdefault(status.reason or "no reason given", []).append(rank)
-        # The rarest reason comes first: it is usually the cause, and the other ranks only follow.
+        # The rarest reason comes first. It is usually the root cause, and the other ranks are only reacting to it.
         rarest = sorted(ranks_by_reason.items(), key=lambda item: len(item[1]))[:_MAX_REASONS]
         reason = "; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in rarest)
         return replace(self, outcome=Outcome[end_state.name], reason=reason)

@@ -30,17 +30,20 @@ from eplb_service.control.server.plane.control_plane import ControlPlane
 _HELLO_SECONDS = 10.0
 _MISSED_HEARTBEATS = 5
 _SILENCE_SECONDS = 5.0
-"""Time, in addition to five heartbeats, after which a silent stream times out."""
+"""Time after which a silent stream times out, in addition to five heartbeat intervals."""
 _WHOLE_SECONDS = 10.0
-"""Longest time in which all parts of a request must arrive, because memory is reserved for them meanwhile."""
+"""Time within which all parts of a request must arrive. It is limited because memory is reserved for them meanwhile."""
 _RETRY_CANCEL_SECONDS = 0.1
 _MIN_PAUSE_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.128
-"""Longest pause between two checks if slower ranks have caught up. Many ranks may wait at the same time."""
+"""Maximum pause between two checks of whether slower ranks have caught up. It limits the cost of the checks when many
+ranks wait at the same time."""
 _RARE_REPORT_SECONDS = 1.0
-"""Interval between a rank's reports above which a report can wait for other ranks' reports without any harm."""
+"""If a rank's reports arrive at intervals longer than this, delaying one to process it with other ranks' reports is
+harmless."""
 _BATCH_SECONDS = 0.2
-"""Interval at which such reports are processed together. This costs less CPU than processing them among other work."""
+"""Interval at which such reports are processed in a batch, which costs less CPU than interleaving them with other
+work."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -109,7 +112,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         else:
             counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, max_steps)
         await _let_slower_ranks_catch_up(deployment, hello.rank, stream, counts)
-        # Assemble waiting steps first. A report that overflows the buffer would otherwise assemble all of them at once.
+        # Assemble pending steps first. A report that overflows the buffer would otherwise assemble all of them at once.
         await self._assemble_steps(deployment)
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
@@ -139,7 +142,7 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
 
 @dataclass(frozen=True)
 class _Inbox:
-    """Requests of one stream. Large requests arrive in parts, and a quota limits how many are read at a time."""
+    """Requests of one stream. Large requests arrive in parts, and a quota limits how many are read at once."""
 
     _context: Any
     _host: str
@@ -150,12 +153,12 @@ class _Inbox:
     async def next(self, seconds: float | None = None) -> AsyncIterator[agent_pb2.ConnectRequest | None]:
         """Yield the next request, or ``None`` at the end of the stream.
 
-        While the context lasts, a large request occupies one of the quota's turns.
+        A large request occupies one of the quota's turns until the context exits.
 
         Parameters
         ----------
         seconds
-            Time in which the request must begin to arrive; unlimited by default.
+            Time within which the request must begin to arrive; unlimited by default.
         """
         message = await self._read(seconds)
         if message is None or message.WhichOneof("message") != "part":
@@ -219,7 +222,7 @@ async def _let_slower_ranks_catch_up(
         stream.ahead_since = now if stream.ahead_since is None else stream.ahead_since
         if now - stream.ahead_since >= HELD_SECONDS:
             return
-        # The rank may have sent messages that nothing reads during the delay, so the stream must not time out.
+        # Messages from the rank are not read during the delay, so keep the stream from timing out.
         stream.heard_at = now
         await asyncio.sleep(pause)
         pause = min(2 * pause, _MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""gRPC statuses of errors, TLS certificates that are renewed while serving, and health checks."""
+"""gRPC statuses for errors, TLS certificates that are renewed while serving, and health checks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotStoredError, grpc.StatusCode.ABORTED),
 )
-"""Status of each kind of error. Subclasses precede their base classes."""
+"""gRPC status for each kind of error. Subclasses precede their base classes."""
 
 
 class StatusError(Exception):
-    """An error that the server itself raises to end a call with the gRPC status ``code``."""
+    """Raised by the server itself to end a call with the gRPC status ``code``."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class StatusError(Exception):
 
 
 def code_of(error: StatusError | RefusedError | WireError) -> grpc.StatusCode:
-    """Return the gRPC status with which ``error`` ends a call."""
+    """Return the gRPC status of a call that fails with ``error``."""
     if isinstance(error, StatusError):
         return error.code
     return next(code for kind, code in _CODES if isinstance(error, kind))
@@ -68,7 +68,7 @@ _HEALTH_AGE_MS = 60_000
 
 
 class ListenError(Exception):
-    """An address that the service cannot listen on. The message names it, the reason and the remedy."""
+    """Raised when the service cannot listen on an address. The error message names the address, reason and remedy."""
 
 
 async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.AsyncExitStack) -> str:
@@ -83,14 +83,14 @@ async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.A
     probes
         Health servicer of ``grpc_health``.
     gate
-        The gate that each call passes.
+        Gate that checks each call.
     stack
         Exit stack that stops the server.
 
     Returns
     -------
     str
-        ``host:port`` with the real port.
+        ``host:port`` with the port that was bound.
     """
     server = grpc.aio.server(
         interceptors=[gate],
@@ -141,7 +141,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Certificates:
-    """The service's TLS certificate, read again for each connection; safe to use from any thread.
+    """TLS certificate of the service, reread for each connection. It can be used from any thread.
 
     A renewal replaces the certificate and the key one after the other. Until they match again, connections use the
     previous pair. Raises ``SettingsError`` if a file cannot be read or used, or if the key does not match.
@@ -168,12 +168,12 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """TLS context of a new HTTPS connection."""
+        """TLS context for a new HTTPS connection."""
         self._refresh()
         return self._context
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate of new gRPC connections."""
+        """Return the certificate for new gRPC connections."""
         key, certificate, *authority = self._shown = self._contents
         return grpc.ssl_server_certificate_configuration([(key, certificate)], *authority)
 

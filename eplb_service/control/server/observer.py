@@ -1,4 +1,4 @@
-"""Recent balance, decisions and heartbeats of each deployment, for figures and metrics."""
+"""Recent balance, decisions and heartbeats of each deployment, for charts and metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from eplb_service.control.core.health import (
 from eplb_service.telemetry.metrics import Metrics, Shown
 
 _LOAD_STEPS = 16
-"""Newest steps that the rank loads are computed from. Few, because this runs every second on the event loop."""
+"""Number of newest steps from which the rank loads are computed. It is small, because this computation runs every
+second on the event loop."""
 MEASURED_PRICE, _, STATED_PRICE, _ = MOVE_PRICES
 
 
@@ -49,7 +50,7 @@ class _Observed:
     charted
         True if ``series`` already covers these steps.
     stepped_at
-        Time at which the newest of these steps was first seen, in seconds; ``None`` before the first step.
+        Time at which the newest of these steps was first observed, in seconds; ``None`` before the first step.
     reported_at_R
         Time of each rank's last report, in seconds.
     beats_R
@@ -66,7 +67,7 @@ class _Observed:
     beats_R: dict[int, Heartbeat] = field(default_factory=dict)
 
     def mean(self, ratio: str) -> float:
-        """Return the mean over layers of a ratio of the last decision's verdicts; NaN if no verdict has one."""
+        """Return the mean over layers of the verdict field ``ratio`` in the last decision; NaN if no verdict has it."""
         verdicts = self.last_decision.verdicts if self.last_decision else ()
         values = [getattr(verdict, ratio) for verdict in verdicts]
         return float(mean_par(np.array(values))) if values else math.nan
@@ -108,7 +109,7 @@ class Observer:
         calls = beat.calls - previous.calls
         call_micros = beat.call_micros - previous.call_micros
         vote_micros = beat.vote_micros - previous.vote_micros
-        # If the agent has restarted, its counts have started from zero again.
+        # If the agent has restarted, its counters have restarted from zero.
         if min(calls, call_micros, vote_micros) >= 0:
             metrics.count("eplb_agent_calls", name, by=calls)
             metrics.count("eplb_agent_call_seconds", name, by=call_micros / 1e6)
@@ -195,7 +196,7 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         values |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.gain)
     shown = []
     for name, value in values.items():
-        # Gauges with a second label have one value for each of its values.
+        # A gauge with a second label is a dictionary from that label's values to numbers.
         labelled = value if isinstance(value, dict) else {(): value}
         for label, number in labelled.items():
             if number is not None and not math.isnan(number):
@@ -236,7 +237,7 @@ def _last_decision(observed: _Observed, forecast: Gain | None) -> dict[str, Any]
 
 
 def _worth(deployment: Deployment) -> dict[str, Any]:
-    """Return the gauges of the gain from balancing and of the move price, if they are available.
+    """Return the gauges for the gain from balancing and for the move price, if they are available.
 
     Times are included only if they were measured across switches.
     """

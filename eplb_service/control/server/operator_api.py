@@ -178,7 +178,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
 
 def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
-    """Return the status fields of the rank with the highest mean load and of the layer with the highest PAR.
+    """Return the status fields for the rank with the highest mean load and for the layer with the highest PAR.
 
     Both are measured over the newest steps and omitted if nothing was measured.
     """
@@ -196,7 +196,7 @@ def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
 
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
-    """Return the gain that the last decision forecasts until the next one; ``None`` without a forecast."""
+    """Return the last decision's forecast of the gain until the next decision; ``None`` without a forecast."""
     gain = deployment.decisions.forecasts.gain
     if gain is None:
         return None
@@ -219,7 +219,7 @@ def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
 
 
 def _agents(deployment: Deployment, observer: Observer) -> list[operator_pb2.AgentStatus]:
-    """Return the status of each rank of the group that has ever connected, in the order of ranks."""
+    """Return the status of each rank of the group that has ever connected, in rank order."""
     members = deployment.group.members if deployment.group else {}
     fields = set(operator_pb2.AgentStatus.DESCRIPTOR.fields_by_name) - {"silent_seconds"}
     return [

@@ -1,4 +1,4 @@
-"""Start and stop of the whole service: store, metrics, gRPC server and planner."""
+"""Start-up and shutdown of the whole service: store, metrics, gRPC server and planner."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = structlog.get_logger(__name__)
 
 _MANY_RANKS = 64
 """Number of additional ranks after which all existing objects are exempted from garbage collection. The streams of
-1,000 ranks are 150,000 objects, and one collection that visits them takes 0.1 s."""
+1,000 ranks comprise 150,000 objects, and one collection that visits them takes 0.1 s."""
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 _HANDSHAKE_SECONDS = 10.0
@@ -60,7 +60,8 @@ _IDLE_SECONDS = 10.0
 _WINDOW_BYTES = 64 << 10
 _METADATA_BYTES = 8 << 10
 _MAX_REJECTIONS = 256
-"""Calls beyond ``max_streams`` that reach the gate at a time, to be rejected and counted there."""
+"""Maximum number of concurrent calls beyond ``max_streams`` that still reach the gate, which rejects and counts
+them."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,17 @@ class RunningService:
     Parameters
     ----------
     address
-        ``host:port`` for agents and operators, with the real port.
+        ``host:port`` for agents and operators, with the port that was bound.
     metrics_address
-        ``host:port`` of ``/metrics``, with the real port.
+        ``host:port`` of ``/metrics``, with the port that was bound.
     page_url
         URL of the web page.
     health_address
-        ``host:port`` of the health checks, with the real port; ``None`` if the setting ``health`` is not set.
+        ``host:port`` of the health checks, with the port that was bound; ``None`` if the setting ``health`` is not set.
     plane
         The control plane.
     warm
-        Task that ends when the kernels are compiled and decisions can be made.
+        Task that ends once the kernels are compiled and decisions can be made.
     """
 
     address: str
@@ -104,8 +105,8 @@ async def running_service(
     settings
         Settings of the service.
     leadership
-        Leadership that has been won. The service then uses a higher leader term than all previous leaders and records
-        it for its successors. ``None`` without a lease.
+        Leadership that this service has acquired; ``None`` without a lease. With a lease, the service uses a higher
+        leader term than all previous leaders and records it for its successors.
     """
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
@@ -158,7 +159,7 @@ async def _open_store(
     metrics: Metrics,
     leadership: Leadership | None,
 ) -> StoreWriter:
-    """Open the store, to be closed by ``stack``, and announce its leader term to later leaders."""
+    """Open the store until ``stack`` unwinds, and announce its leader term to later leaders."""
     highest_term = 0 if leadership is None else await leadership.highest_term()
     path = _store_path(settings)
     stack.enter_context(locked_store(path, settings.lease))
@@ -205,7 +206,7 @@ def _bound_server(
     Returns
     -------
     tuple of grpc.aio.Server and str
-        The server, and its ``host:port`` with the real port.
+        The server, and its ``host:port`` with the port that was bound.
     """
     server = grpc.aio.server(
         interceptors=[gate],
@@ -222,7 +223,7 @@ def _bound_server(
             ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
-            # Fixed flow-control windows limit how much a call can send before anything reads it.
+            # Fixed flow-control windows limit how much a call can send before the server reads it.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
             # Without this, a second service could bind the same port and silently share the connections.
@@ -261,10 +262,10 @@ async def _serve_http(
     certificates: Certificates | None,
     listeners: Sequence[socket.socket],
 ) -> tuple[str, str]:
-    """Serve metrics in plain text, and the web page at the same address or at its own.
+    """Serve metrics in plain text, and the web page at the same address or a separate one.
 
-    Without credentials, only callers on this host get the page, unless the setting ``insecure`` marks the network as
-    trusted.
+    Without credentials, only callers on this host can open the page, unless the setting ``insecure`` marks the network
+    as trusted.
 
     Returns
     -------
@@ -351,7 +352,8 @@ async def _lead(
 async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, stop: asyncio.Event) -> bool:
     """Wait until this service holds the lease or ``stop`` is set; return True if it holds the lease.
 
-    A waiting service answers health checks and scrapes and compiles its kernels. Ranks cannot connect to it.
+    While it waits, the service compiles its kernels and answers health checks and metrics scrapes, but ranks cannot
+    connect to it.
     """
     serving = health_pb2.HealthCheckResponse
     probes = health.aio.HealthServicer()
@@ -392,7 +394,10 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
 
 
 async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics, certificates: Certificates | None) -> None:
-    """Check credentials, deadlines and metrics every second, and keep new ranks' objects out of garbage collection."""
+    """Check credentials and deadlines and update the metrics every second.
+
+    Objects of newly connected ranks are exempted from garbage collection.
+    """
     loop = asyncio.get_running_loop()
     frozen_ranks = 0
     while True:

@@ -42,7 +42,7 @@ _MAX_REPORT_STEPS = 1024
 
 
 class SettingsError(ValueError):
-    """Invalid settings. The message names the key, its source and the remedy."""
+    """Raised for invalid settings. The error message names the key, its source and the remedy."""
 
 
 def _checked_address(address: str) -> str:
@@ -211,8 +211,8 @@ def load_settings(
 ) -> ServiceSettings:
     """Merge and validate the settings.
 
-    A flag takes precedence over a variable ``EPLB_...``, and both over the YAML file. Raises ``SettingsError`` with one
-    line that names the key if a key is unknown or a value is invalid.
+    Flags take precedence over ``EPLB_...`` variables, and both take precedence over the YAML file. Raises
+    ``SettingsError`` if a key is unknown or a value is invalid; the error message is one line that names the key.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise SettingsError(f"{path} is nested too deeply; it must consist of 'key: value' lines") from None
     except Exception as error:
-        # Some values, such as impossible dates, raise other errors than YAMLError.
+        # Some values, such as impossible dates, raise errors other than YAMLError.
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must consist of 'key: value' lines")
@@ -265,7 +265,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _nearest(key: str, names: Iterable[str]) -> str:
-    """Return a hint at the most similar name, to be appended to an error message."""
+    """Return a suffix for an error message that suggests the most similar name."""
     close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "; `eplb serve --help` lists all settings"
 

@@ -1,4 +1,4 @@
-"""State that outlives a service: its leader term, all deployments, and all plans with their outcomes.
+"""State that survives a restart of the service: its leader term, all deployments, and all plans with their outcomes.
 
 The store is one SQLite file. Transactions and a write-ahead log keep it consistent even if the process is killed.
 """
@@ -56,18 +56,18 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 _PLANS_KEPT = 10_000
-"""Plans kept per deployment."""
+"""Maximum number of plans kept per deployment."""
 _MAX_OWED = 4096
-"""Limit on the writes that wait for a failing disk."""
+"""Maximum number of writes that are pending while the disk fails."""
 _MAX_WRITES_IN_LOG = 256
-"""Writes after which the write-ahead log, a few megabytes by then, is copied into the file."""
+"""Number of writes after which the write-ahead log, by then a few megabytes, is copied into the file."""
 _MAX_TABLE_BYTES = 256 << 20
-"""Limit on the tables of a stored layout. An initial layout with larger tables is not stored, so a restarted service
-uses the current layout as the initial one."""
+"""Maximum size of the tables of a stored layout, in bytes. An initial layout with larger tables is not stored, so a
+restarted service uses the current layout as the initial one."""
 _MAX_ROWS_SET_ASIDE = 1000
 _MAX_ROW_CHARACTERS = 1 << 20
 _SETTLE_SECONDS = 10.0
-"""Longest time for which an operator's command waits for the disk."""
+"""Maximum time for which an operator's command waits for the disk."""
 _NOTICES_KEPT = 8
 _NOTICE_SECONDS = 86400.0
 """Time for which operators see a notice about lost data."""
@@ -78,10 +78,10 @@ _BOUNDS = {
     "ranks": MAX_RANKS + 1,
     "slots": MAX_SLOTS + 1,
 }
-"""Exclusive upper bounds of a stored deployment's integers, by field. The default is ``MAX_VERSION + 1``."""
+"""Exclusive upper bounds on a stored deployment's integers, by field. The default is ``MAX_VERSION + 1``."""
 _MAX_PLAN_ID = MAX_VERSION // 2
 _MAX_TIMESTAMP = 1e11
-"""Upper bound of a time, in seconds since 1970 (the year 5138)."""
+"""Maximum time of a plan, in seconds since 1970 (the year 5138)."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class StoredDeployment:
     layers
         Number of layers; 0 if it is unknown.
     experts
-        Logical experts per layer; 0 if the number is unknown.
+        Number of logical experts per layer; 0 if it is unknown.
     ranks
         Number of ranks; 0 if it is unknown.
     slots
-        Slots per rank; 0 if the number is unknown.
+        Number of slots per rank; 0 if it is unknown.
     """
 
     name: str
@@ -130,9 +130,10 @@ class StoredDeployment:
 class Store:
     """Leader term, deployments and plans in an open SQLite file. Only one thread may use it at a time.
 
-    Opening the store begins a new leader term, ``leader_term``. The term is at least the current clock, exceeds that of
-    the previous start on the same file, and is never equal to another service's. A deployment whose own term is not
-    below it gets a new term that is higher still. Plans that were under way are marked as interrupted.
+    Opening the store begins a new leader term, ``leader_term``. The term is at least the one for the current
+    time, exceeds that of the previous start on the same file, and never equals another service's. A deployment whose
+    own term is not lower than this one gets a new, even higher term. Plans that were in progress are marked as
+    interrupted.
 
     Raises ``StoreError`` if the file is not a store or cannot be written.
 
@@ -141,7 +142,7 @@ class Store:
     path
         File of the store, which is created if necessary, or ``MEMORY``.
     above
-        Leader term that the new one must exceed.
+        Leader term that the new term must exceed.
     """
 
     def __init__(self, path: str, above: int = 0) -> None:
@@ -169,7 +170,7 @@ class Store:
         for row in self._db.execute(impossible, (_MAX_PLAN_ID,)).fetchall():
             self._set_aside("plans", row, ValueError("the plan id is out of range"))
         with self._db:
-            # With a term from the clock, ranks follow the service that started last even if it uses another store.
+            # With a term from the clock, ranks follow the service that started last even if it uses a different store.
             clock_term = term_at(time.time(), secrets.randbits(RANDOM_BITS))
             if above >= clock_term:
                 clock_term = higher_term(above)
@@ -229,7 +230,7 @@ class Store:
         close_store(self._db)
 
     def new_plan_id(self) -> int:
-        """Return a new plan id. Ids start above the clock, so that a new store hardly reuses ids of a lost one."""
+        """Return a new plan id. Ids start above the clock, so that a new store is unlikely to reuse a lost one's."""
         self._last_plan_id += 1
         return self._last_plan_id
 
@@ -240,7 +241,7 @@ class Store:
         self._write(("INSERT OR REPLACE INTO deployments (name, state) VALUES (?, ?)", row))
 
     def deployments(self) -> list[StoredDeployment]:
-        """Return all stored deployments in the order of their names."""
+        """Return all stored deployments, sorted by name."""
         rows = self._db.execute("SELECT rowid, name, state FROM deployments ORDER BY name").fetchall()
         return self._readable("deployments", rows, lambda row: _stored_deployment(*row[1:]))
 
@@ -269,7 +270,7 @@ class Store:
         self._write((insert, row))
 
     def first_layout(self, name: str) -> tuple[str, Layout] | None:
-        """Return the id and the initial layout of the deployment's last group; ``None`` if they are not stored."""
+        """Return the id and initial layout of the deployment's last group; ``None`` if they are not stored."""
         rows = self._db.execute(
             "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
         ).fetchall()
@@ -288,7 +289,7 @@ class Store:
         leader_term
             Leader term under which it is offered.
         began
-            Time of the offer in seconds since 1970; now by default.
+            Time of the offer in seconds since 1970; defaults to the current time.
         """
         verdicts = json.dumps([asdict(verdict) for verdict in plan.decision.verdicts])
         row = (plan.plan_id, name, began or time.time(), leader_term, plan.base_epoch, verdicts)
@@ -311,7 +312,7 @@ class Store:
         self._write(("UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?", values))
 
     def plans(self, name: str, limit: int = 100) -> list[PastPlan]:
-        """Return the newest plans of a deployment, newest first. The outcome of a plan under way is empty."""
+        """Return the newest plans of a deployment, newest first. The outcome of a plan in progress is empty."""
         rows = self._db.execute(
             "SELECT id, at, COALESCE(outcome, ''), reason, committed, verdicts, leader_term, base_epoch FROM plans "
             "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
@@ -382,7 +383,7 @@ def higher_term(term: int) -> int:
 
 
 def _stored_deployment(name: str, text: str) -> StoredDeployment:
-    """Parse a deployment; raises ``ValueError`` if ``text`` is not a state of this deployment."""
+    """Parse a deployment; raises ``ValueError`` if ``text`` is not the state of this deployment."""
     state = json.loads(text)
     if not isinstance(state, dict) or state.get("name") != name:
         raise ValueError("the state belongs to another deployment")
@@ -442,7 +443,7 @@ def _past_plan(row: tuple[Any, ...]) -> PastPlan:
 
 
 class StoreWriter:
-    """Calls a store's methods on a thread of its own, so that balancing continues if the disk fails.
+    """Calls a store's methods on a dedicated thread, so that balancing continues if the disk fails.
 
     Failed writes are retried in their original order, before any later write. The file is therefore complete as soon as
     the disk works again. ``failing`` is the reason why the store cannot be written; empty if it can.
@@ -477,7 +478,7 @@ class StoreWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def settle(self) -> str:
-        """Flush all enqueued writes to the disk; return the reason if that fails, otherwise an empty text."""
+        """Flush all enqueued writes to the disk; return the reason if that fails, or an empty string otherwise."""
         settling = asyncio.wrap_future(self._thread.submit(self._settle))
         try:
             return await asyncio.wait_for(asyncio.shield(settling), _SETTLE_SECONDS)
@@ -543,7 +544,7 @@ class StoreWriter:
     def _owe(self, write: partial[None]) -> None:
         """Append a pending write. A deployment's new state replaces a pending older one.
 
-        If too many writes are pending, drop the oldest that is not the state of a deployment.
+        If too many writes are pending, drop the oldest one that is not the state of a deployment.
         """
         saved = write.args[0]
         if isinstance(saved, StoredDeployment):

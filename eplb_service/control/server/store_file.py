@@ -1,4 +1,4 @@
-"""SQLite file of the store: opening it, moving a damaged one aside, and detecting a lost write-ahead log."""
+"""SQLite file of the store: opening it, setting a damaged file aside, and detecting a lost write-ahead log."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS running (log_needed INTEGER NOT NULL);
 
 
 class StoreError(Exception):
-    """A file that this service cannot use as its store. The message names the reason and the remedy."""
+    """Raised when a file cannot be used as the store. The error message names the reason and the remedy."""
 
 
 def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
@@ -60,7 +60,7 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
     database : sqlite3.Connection
         The open store.
     losses : list of str
-        Descriptions of the data that was lost since the store was last open, for operators.
+        Descriptions of the data that was lost since the store was last opened, for operators.
     """
     if path != MEMORY and not Path(path).parent.is_dir():
         raise StoreError(f"cannot create the store {path!r}: its directory does not exist")
@@ -69,7 +69,7 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
         log_loss = _describe_log_loss(path)
         database, damage = connect(path)
         _check_kind(database, path)
-        # Text that is not valid UTF-8 must spoil only its row, not the whole query.
+        # Text that is not valid UTF-8 must make only its row unreadable, not the whole query.
         database.text_factory = lambda text: text.decode("utf-8", "replace")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -95,7 +95,7 @@ def copy_log_into_file(database: sqlite3.Connection) -> None:
 
     If the log is lost later, only the changes after this call are lost. The column ``log_needed`` reveals such a loss.
     It is 1 in the file, and only the log sets it to 0. If another program, such as a backup tool, copies the log into
-    the file after a crash, the 0 is copied as well, which is right because nothing is lost then.
+    the file after a crash, it copies the 0 as well. This is correct, because nothing is lost in that case.
     """
     database.execute("PRAGMA synchronous = FULL")
     try:
@@ -117,17 +117,17 @@ def close_store(database: sqlite3.Connection) -> None:
 
 
 def connect(path: str) -> tuple[sqlite3.Connection, str]:
-    """Open the database, replacing it by a new one if it is damaged.
+    """Open the database, replacing it with a new one if it is damaged.
 
     A service without its history is better than no service, because the ranks themselves hold their current layout.
-    Raises ``StoreError`` if the file is not a store of eplb.
+    Raises ``StoreError`` if the file is not an eplb store.
 
     Returns
     -------
     database : sqlite3.Connection
         An undamaged database.
     notice : str
-        Why the previous file was set aside, for operators; empty if it is in use.
+        Reason why the existing file was set aside, for operators; empty if it is used.
     """
     database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
     try:
@@ -179,7 +179,7 @@ def _describe_log_loss(path: str) -> str:
     """Describe the loss of the newest changes if the write-ahead log is missing or damaged; empty if nothing is lost.
 
     The log contains these changes if the store was not closed. SQLite itself silently ignores a missing log, and the
-    rest of a log from the first damaged page on.
+    part of a damaged log that starts at the first damaged page.
     """
     log = Path(f"{path}-wal")
     index = Path(f"{path}-shm")
@@ -210,7 +210,7 @@ def _describe_log_loss(path: str) -> str:
 
 
 def _is_log_needed(path: str, *, has_index: bool) -> bool:
-    """Return True if the file shows that its service stopped before it had copied all changes into the file."""
+    """Return True if the file shows that its service stopped before copying all changes into it."""
     try:
         with contextlib.closing(
             sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
@@ -267,7 +267,7 @@ def _checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, i
     content
         Bytes to add, a multiple of eight.
     sums
-        Checksum of the bytes before.
+        Checksum of the preceding bytes.
     order
         Byte order of the 32-bit integers, as in ``struct``.
 
@@ -287,7 +287,7 @@ def _checksum(content: bytes, sums: tuple[int, int], order: str) -> tuple[int, i
 def _committed_frames(index: bytes, log: bytes) -> int | None:
     """Return the number of committed frames according to the log's index; ``None`` if the index does not match the log.
 
-    The index outlives a killed process.
+    The index survives if the process is killed.
     """
     head = index[:48]
     if len(index) < 96 or head != index[48:96] or head[32:40] != log[16:24]:

@@ -1,4 +1,4 @@
-"""Lock file next to the store, so that two services do not use one store at the same time."""
+"""Lock file next to the store, which prevents two services from using one store at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
     """Lock the store at ``path`` until the context exits. The kernel releases the lock if the process dies.
 
     Services with the same ``lease`` may share a store: only the leader uses it, but its predecessor may still be
-    closing it. Raises ``StoreError`` if another service uses the store; the message names its process.
+    closing it. Raises ``StoreError`` if another service uses the store; the error message names its process.
     """
     if path == MEMORY:
         yield

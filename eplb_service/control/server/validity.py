@@ -1,4 +1,4 @@
-"""Validity of X.509 certificates in PEM files, since the standard library cannot read it."""
+"""Validity periods of X.509 certificates in PEM files, which the standard library cannot read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _VERSION = 0xA0
 _TIMES = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 _SOON_SECONDS = 14 * 86400.0
 _SOON_SHARE = 0.25
-"""Fraction of a certificate's lifetime, so that one that is renewed daily does not count as expiring when it is new."""
+"""A certificate expires soon only in this last fraction of its lifetime. Without it, a certificate that is renewed
+daily would count as expiring as soon as it is issued."""
 
 
 class Validity(NamedTuple):
@@ -21,16 +22,16 @@ class Validity(NamedTuple):
     Parameters
     ----------
     begins
-        First moment, in seconds since 1970.
+        Start of the period, in seconds since 1970.
     ends
-        Last moment, in seconds since 1970.
+        End of the period, in seconds since 1970.
     """
 
     begins: float
     ends: float
 
     def expires_soon(self, now: float) -> bool:
-        """Return True within 14 days of the end, or in the last quarter of a lifetime below 56 days.
+        """Return True in the last 14 days of the period, or in its last quarter if it is shorter than 56 days.
 
         Examples
         --------
@@ -46,7 +47,7 @@ class Validity(NamedTuple):
 
 
 def first_to_expire(pem: bytes) -> Validity | None:
-    """Return the validity of the certificate in a PEM file that expires first; ``None`` if none can be read."""
+    """Return the validity of the first certificate in a PEM file to expire; ``None`` if no certificate can be read."""
     try:
         validities = [
             _validity(ssl.PEM_cert_to_DER_cert(certificate.decode("ascii")))
@@ -58,7 +59,7 @@ def first_to_expire(pem: bytes) -> Validity | None:
 
 
 def _validity(der: bytes) -> Validity:
-    """Return the validity in a DER certificate: the fourth signed field, not counting the optional version."""
+    """Return the validity of a DER certificate, which is its fourth signed field, not counting the optional version."""
     (_, certificate), *_ = _elements(der)
     (_, signed), *_ = _elements(certificate)
     fields = [content for tag, content in _elements(signed)[:5] if tag != _VERSION]

@@ -1,4 +1,4 @@
-"""Authentication, authorisation and quotas of every call.
+"""Authentication, authorisation and quotas for every call.
 
 Credentials come from a YAML file. The service reloads the file whenever it changes, so credentials can be rotated
 without a restart::
@@ -52,7 +52,8 @@ _MESSAGE_SECONDS = 10.0
 _OPERATOR = "/eplb.v1.OperatorService/"
 _READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "GetBalance", "WatchHeat"})
 _OPEN = "/grpc.health.v1.Health/"
-"""Prefix of calls without authentication: orchestrators probe without credentials, and health is not confidential."""
+"""Prefix of calls that need no authentication, because orchestrators probe without credentials and health is not
+confidential."""
 
 _log = structlog.get_logger(__name__)
 
@@ -105,7 +106,7 @@ class Credential(BaseModel):
     token
         Token that proves the identity.
     token_sha256
-        SHA-256 digest of such a token, in hexadecimal.
+        SHA-256 digest of that token, in hexadecimal.
     certificate
         Name in a verified client certificate that proves the identity.
     """
@@ -132,7 +133,7 @@ class Credential(BaseModel):
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 digest of the token; without a token, a value that no token has."""
+        """SHA-256 digest of the token, or a value that matches no token if the credential has none."""
         return _digest(self.token) if self.token else bytes.fromhex(self.token_sha256 or "00" * 32)
 
     def reaches(self, deployment: str) -> bool:
@@ -209,7 +210,7 @@ class Credentials:
         return credential in self._all or not self.are_asked_for
 
     def proven_by(self, token: str, certificate_names: Iterable[str]) -> Credential | None:
-        """Return the credential of a caller; ``None`` if the caller proves none.
+        """Return the credential that a caller proves; ``None`` if it proves none.
 
         Parameters
         ----------
@@ -245,8 +246,8 @@ def _parse_credentials(path: Path, content: bytes) -> tuple[Credential, ...]:
     except RecursionError:
         raise SettingsError(f"{path} is nested too deeply; it must be a list of credentials") from None
     except Exception:
-        # Some values, such as impossible dates, raise other errors than YAMLError. The messages of such errors contain
-        # the line, and with it perhaps a token, so they are dropped.
+        # Some values, such as impossible dates, raise errors other than YAMLError. Their messages quote the line, which
+        # may contain a token, so they are dropped.
         raise SettingsError(f"{path} is not YAML") from None
     if not isinstance(entries, list) or not entries:
         raise SettingsError(f"{path} must be a list of at least one credential")
@@ -288,7 +289,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     credentials
         Credentials of all callers.
     quotas
-        Quotas of hosts and of all callers together.
+        Quotas per host and for all callers together.
     metrics
         Counters of rejected calls and of operator commands.
     log
@@ -303,7 +304,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         self._open: dict[asyncio.Task[Any], Credential] = {}
 
     def refresh(self) -> None:
-        """Reload the credentials if they have changed, and end the open calls of withdrawn ones."""
+        """Reload the credentials if they have changed, and end open calls whose credentials were withdrawn."""
         if not self.credentials.refresh():
             return
         for task, credential in list(self._open.items()):
@@ -342,7 +343,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 reason = str(error)
             finally:
                 self._open.pop(task, None)
-            # Outside the ``except`` block, because the error's traceback would keep the rejected message in memory.
+            # This is outside the ``except`` block, because the error's traceback would keep the rejected message in
+            # memory.
             self.note_refusal(method, host, code, reason)
             await context.abort(code, reason)
             return None

@@ -1,4 +1,4 @@
-"""Quotas of each host and of all hosts together: open calls, and turns for work that needs much memory."""
+"""Quotas per host and for all hosts together: open calls, and turns for memory-intensive work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eplb_service.control.core.errors import ExhaustedError
 _MAX_TURNS_PER_HOST = 4
 _TURN_SECONDS = 30.0
 MAX_PROBES = 64
-"""Limit on open health checks, which need no credentials. A further one evicts an old one."""
+"""Maximum number of open health checks, which need no credentials. Any further check evicts an old one."""
 _PROBE_SECONDS = 60.0
 _T = TypeVar("_T")
 
@@ -32,7 +32,7 @@ def host_of(peer: str) -> str:
 
 
 def makes_room(hosts: Sequence[str]) -> int:
-    """Return the index of the entry to evict: the oldest entry of the host that has the most.
+    """Return the index of the entry to evict: the oldest entry of the host with the most entries.
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ def makes_room(hosts: Sequence[str]) -> int:
 
 
 class Turns:
-    """Turns for work that needs much memory, at most four of them per host. Further callers wait.
+    """Turns for memory-intensive work, with at most four per host. Further callers wait.
 
     Parameters
     ----------
     most
-        Number of turns that all hosts share.
+        Number of turns shared by all hosts.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,23 +62,23 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, host: str) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it until the context exits; raises ``ExhaustedError`` after 30 seconds."""
+        """Occupy a turn until the context exits; raises ``ExhaustedError`` if none becomes free within 30 seconds."""
         turns_of_host = self._of_host.setdefault(host, asyncio.Semaphore(_MAX_TURNS_PER_HOST))
         async with _held(turns_of_host), _held(self._all):
             yield
 
 
 class Quotas:
-    """Quotas of open calls and streams, and turns for work that needs much memory.
+    """Quotas for open calls and streams, and turns for memory-intensive work.
 
-    ``hellos`` are the turns to decode a Hello, ``large_requests`` those to read a request that comes in parts.
+    ``hellos`` provides turns for decoding a Hello, and ``large_requests`` for reading a request that arrives in parts.
 
     Parameters
     ----------
     calls
-        Limit on the open calls and streams of all hosts together.
+        Maximum number of open calls and streams of all hosts together.
     calls_per_host
-        Limit on the open calls and streams of one host without credentials.
+        Maximum number of open calls and streams of one host without credentials.
     """
 
     def __init__(self, calls: int, calls_per_host: int) -> None:
@@ -100,7 +100,7 @@ class Quotas:
         host
             Host of the caller.
         proven
-            True if the caller has proven a credential.
+            True if the caller has authenticated with a credential.
         """
         host = "" if proven else host
         if self._calls.total() >= self._max_calls:
@@ -128,7 +128,7 @@ class Quotas:
             del self._probes[oldest]
             oldest.cancel()
         task = asyncio.ensure_future(answering)
-        # If this call is cancelled, nothing awaits the task's error.
+        # If this call is cancelled, nothing retrieves the task's error.
         task.add_done_callback(_mark_error_retrieved)
         self._probes[task] = host
         try:

@@ -1,1 +1,1 @@
-"""Decisions: their inputs, the threads that compute them, and the offer of the resulting plans."""
+"""Decisions: their inputs, the threads that compute them, and offering the resulting plans to the ranks."""

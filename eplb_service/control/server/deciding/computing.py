@@ -33,7 +33,7 @@ from eplb_service.io.open_trace import open_trace
 
 
 class PriorError(ValueError):
-    """An unusable prior. The message names the prior and the reason."""
+    """Raised when a prior cannot be used. The error message names the prior and the reason."""
 
 
 _DEFAULT_STEP_US = 40_000.0
@@ -53,7 +53,7 @@ class Priors:
     text
         ``DEPLOYMENT=SOURCE,...``. A source is a trace if a file of that name exists, and otherwise a deployment.
     most_steps
-        Maximum number of steps to keep of a trace; the newest are kept.
+        Maximum number of steps to keep from a trace. The newest steps are kept.
     """
 
     def __init__(self, text: str, most_steps: int) -> None:
@@ -66,12 +66,12 @@ class Priors:
     def of(self, deployment: Deployment, deployments: Mapping[str, Deployment]) -> Prior | None:
         """Return the prior of a deployment; ``None`` if it has no prior or the prior's source has no heat yet.
 
-        Raises ``PriorError`` if the heat belongs to another model.
+        Raises ``PriorError`` if the heat comes from a different model.
 
         Parameters
         ----------
         deployment
-            The deployment to place.
+            Deployment for which the first plan is made.
         deployments
             All deployments of the service, by name.
         """
@@ -87,7 +87,7 @@ class Priors:
                 or not source_deployment.heat.steps
             ):
                 return None
-            # Source heat refers to the ranks of the other deployment, so it is of no use here.
+            # Source heat refers to the ranks of the source deployment, so it cannot be used here.
             heat = replace(source_deployment.heat.remembered(), sources=())
         shape = deployment.group.shape
         layers, experts = heat.shape
@@ -153,7 +153,7 @@ class DecisionInputs:
     settings
         Settings of the planner.
     decisions
-        Earlier decisions, and the schedule of the next one.
+        State after earlier decisions, including the schedule of the next one.
     moving
         Costs of moves, as measured by the ranks.
     times
@@ -242,7 +242,7 @@ class DecisionInputs:
         return 0 if self.pace is None else self.pace.seen
 
     def steps_paying(self, cpu_seconds: float) -> float:
-        """Return the number of steps over which the CPU budget allows ``cpu_seconds`` of decisions."""
+        """Return the number of steps over which the CPU budget of decisions adds up to ``cpu_seconds``."""
         step_us = None if self.times is None else self.times.mean_us
         return cpu_seconds / (self.cpu_share * (step_us or _DEFAULT_STEP_US) / 1e6)
 
@@ -373,7 +373,7 @@ def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> 
 
 
 def _paid(inputs: DecisionInputs) -> bool | None:
-    """Return True if the last change has gained more than its error since then; ``None`` if that is unknown."""
+    """Return True if the gain from the last change exceeds the gain's error; ``None`` if that is unknown."""
     last = inputs.decisions
     if last.pace is None or last.before is None or last.replaced_at is None:
         return None

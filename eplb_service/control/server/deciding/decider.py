@@ -47,14 +47,16 @@ DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
 ``failed``: the decision raised an error or timed out.
 """
 _MAX_CONCURRENT = max(2, os.cpu_count() or 1)
-"""Limit on concurrent decisions. At least two, so that a slow decision does not delay another deployment's."""
+"""Maximum number of concurrent decisions. It is at least two, so that a slow decision does not delay another
+deployment."""
 _MAX_STUCK = 4
-"""Limit on timed-out decisions that still occupy a thread. At the limit, no further decisions are made."""
+"""Maximum number of timed-out decisions that still occupy a thread. Once it is reached, no further decisions are
+made."""
 _JUDGE_REST = 20.0
 """Interval between two evaluations of the gain, as a multiple of the time that one takes."""
 _NICENESS = 5
 """Niceness of planner threads. They get a third of an engine thread's CPU share, which is enough to release Python's
-global lock soon."""
+global interpreter lock promptly."""
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -75,7 +77,7 @@ class _DecisionOutcome:
     layers
         Number of layers that the plan changes.
     moves
-        Number of moves of the plan.
+        Number of moves in the plan.
     """
 
     result: str
@@ -86,7 +88,7 @@ class _DecisionOutcome:
 
 
 class Decider:
-    """Makes the decisions of all deployments, on one thread per decision, with one decision per deployment at a time.
+    """Makes the decisions for all deployments, each on its own thread and at most one per deployment at a time.
 
     Besides decisions, it runs two kinds of background work:
 
@@ -100,8 +102,8 @@ class Decider:
     settings
         Settings of the planner.
     deadline
-        Seconds after which a decision times out. Its thread cannot be stopped, so the deployment gets no other decision
-        until the thread has ended.
+        Seconds after which a decision times out. Its thread cannot be stopped, so no further decision is made for the
+        deployment until the thread has ended.
     writer
         Writer of the store, for new plans.
     streams
@@ -109,7 +111,7 @@ class Decider:
     metrics
         Counters of decisions.
     observer
-        Record of decisions, for figures.
+        Record of decisions, for charts.
     """
 
     def __init__(
@@ -139,21 +141,21 @@ class Decider:
 
     @property
     def computing(self) -> bool:
-        """True while any planner thread is running. Its kernels cannot be interrupted."""
+        """True while any planner thread is running. Planner threads cannot be interrupted while they run kernels."""
         return any(not computing.done() for computing in self._computing)
 
     async def warm_up(self) -> None:
-        """Compile the kernels. Decisions that are started earlier wait for this."""
+        """Compile the kernels. Decisions that start earlier wait until the kernels are compiled."""
         await _result_of(self._compute(warm_up, self._settings.threads))
         self._warm.set()
 
     def may_decide(self, name: str) -> bool:
-        """Return True unless a timed-out decision of this deployment, or too many of others, still occupy threads."""
+        """Return False while timed-out decisions for this deployment, or too many for others, still occupy threads."""
         self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
         return name not in self._stuck and len(self._stuck) < _MAX_STUCK
 
     def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[_DecisionOutcome]:
-        """Start a decision, or return the task of the one under way.
+        """Start a decision and return its task, or return the task of the decision in progress.
 
         Raises ``ConflictError`` if the deployment's state allows no decision.
 
@@ -162,7 +164,7 @@ class Decider:
         deployment
             The deployment.
         prior
-            Prior to decide on; by default, the decision uses the deployment's own heat.
+            Prior to use for the decision, which otherwise uses the deployment's own heat.
         """
         name = deployment.name
         running = self._running.get(name)
@@ -205,7 +207,7 @@ class Decider:
         return computing
 
     async def _compute_in_time(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on a planner thread; raises ``TimeoutError`` after the deadline. The thread runs on."""
+        """Call a function on a planner thread; raises ``TimeoutError`` after the deadline. The thread keeps running."""
         computing = self._compute(function, *arguments)
         try:
             return await asyncio.wait_for(_result_of(computing), self._deadline)
@@ -309,7 +311,7 @@ class Decider:
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(self, deployment: Deployment, group: Group, inputs: DecisionInputs) -> None:
-        """Estimate the time price. Sending the plan comes first, because the ranks wait for it."""
+        """Estimate the time price once the plan has been sent, which is more urgent because the ranks wait for it."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:
@@ -324,9 +326,9 @@ class Decider:
             deployment.record_time_price(*appraisal)
 
     def weigh(self, deployment: Deployment) -> None:
-        """Start to check if heat has changed since the decision on the plan under way.
+        """Start checking whether heat has changed since the plan in progress was decided.
 
-        If it has, the plan is called off at all ranks. The next decision is due once they have answered.
+        If it has, the plan is called off on all ranks. The next decision is due once they have answered.
         """
         running = self._weighing.get(deployment.name)
         if running is None or running.done():
@@ -351,7 +353,7 @@ class Decider:
             _log.info("plan_called_off", deployment=name, plan=plan.plan_id)
 
     def judge(self, deployment: Deployment) -> None:
-        """Start to evaluate the gain over the newest steps, unless an evaluation is under way or very recent."""
+        """Start evaluating the gain over the newest steps, unless an evaluation is in progress or very recent."""
         name = deployment.name
         running = self._judging.get(name)
         if running is not None and not running.done():

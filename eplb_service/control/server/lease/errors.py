@@ -1,9 +1,9 @@
-"""Errors of leases."""
+"""Lease errors."""
 
 
 class LeaseError(Exception):
-    """A lease that can currently be neither acquired nor renewed. The message names the lease and the reason."""
+    """Raised when a lease can be neither acquired nor renewed. The error message names the lease and the reason."""
 
 
 class LeaseLostError(LeaseError):
-    """A lease that this service held and that another service may have acquired by now. The service must exit."""
+    """Raised when this service has lost its lease, which another service may hold by now. The service must exit."""

@@ -1,6 +1,6 @@
 """A lease stored as a ``coordination.k8s.io/v1`` Lease object, accessed with lightkube (extra ``kubernetes``).
 
-The protocol is the one of client-go's leader election. A candidate acquires or renews the lease by replacing the record
+The protocol is that of client-go's leader election. A candidate acquires or renews the lease by replacing the record
 that it has read. The API server rejects the replacement if the record has changed since.
 """
 
@@ -35,7 +35,7 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TERM_ANNOTATION = "eplb-service/leader-term"
 """Annotation of the Lease object that records the highest leader term."""
 LEADS_LABEL = "eplb-service/leads"
-"""Label of a pod: ``true`` if the pod holds the lease. A Kubernetes Service selects the leading pod by it."""
+"""Pod label that is ``true`` if the pod holds the lease. A Kubernetes Service uses it to select the leading pod."""
 _CALL_SECONDS = 5.0
 _ABSENT = 404
 _CONFLICT = 409
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 
 def client_of_pod(account: Path = _ACCOUNT) -> Client:
-    """Return a client with the service account of this process's pod; raises ``LeaseError`` outside of a pod.
+    """Return a client that uses the service account of this process's pod; raises ``LeaseError`` outside a pod.
 
-    Kubernetes replaces the account's token while the pod runs. The client reads it again if the API server rejects it.
+    Kubernetes replaces the account's token while the pod runs. The client rereads it if the API server rejects it.
     """
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         raise LeaseError(
@@ -67,15 +67,16 @@ class KubernetesLease:
     Parameters
     ----------
     client
-        Client of the API server.
+        Client for the API server.
     name
-        ``NAME``, in the client's namespace, or ``NAMESPACE/NAME``.
+        ``NAME``, for a lease in the client's namespace, or ``NAMESPACE/NAME``.
     holder
-        Identity of this service, different from that of every other service.
+        Identity of this service, which must be unique among all services.
     seconds
         Time for which the lease stays valid without renewal.
     pod
-        Name of this service's pod, which is labelled with ``LEADS_LABEL``; ``None`` if no Service selects by the label.
+        Name of this service's pod, which is labelled with ``LEADS_LABEL``; ``None`` if no Service selects pods by the
+        label.
     clock
         Monotonic clock, in seconds.
     """
@@ -102,7 +103,7 @@ class KubernetesLease:
         self._labelled: bool | None = None
 
     def attempt(self) -> bool:
-        """See ``Lease.attempt``. It also fails if the pod cannot be labelled, because no rank would reach it then."""
+        """See ``Lease.attempt``. It also fails if the pod cannot be labelled, because ranks could not reach it."""
         record = self._call(lambda: self._client.get(Record, self._name, namespace=self._namespace))
         if record is None:
             new = Record(metadata=ObjectMeta(name=self._name, namespace=self._namespace), spec=LeaseSpec())
@@ -188,7 +189,7 @@ class KubernetesLease:
 
 
 def _claim(record: Record) -> Claim:
-    """Return the claim that a record makes. A malformed leader term counts as 0."""
+    """Return the claim stated in a lease record. A malformed leader term counts as 0."""
     spec = record.spec or LeaseSpec()
     metadata = record.metadata or ObjectMeta()
     term = str((metadata.annotations or {}).get(TERM_ANNOTATION, "0"))

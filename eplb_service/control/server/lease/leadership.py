@@ -21,12 +21,13 @@ from eplb_service.control.server.lease.errors import LeaseError
 LEASE_SECONDS = 15.0
 """Time for which a lease stays valid without renewal. Other Kubernetes controllers use the same value."""
 _RENEWALS = 6
-"""Renewal attempts per lease duration, so that a few may fail."""
+"""Number of renewal attempts per lease duration. A few of them may fail without losing the lease."""
 _LOSS_FRACTION = 2 / 3
 """Fraction of the lease duration after which a lease counts as lost if it could not be renewed. The holder thus stops
 before another service can acquire the lease."""
 _MAX_RETRY_SECONDS = 1.0
-"""Longest interval between two attempts to acquire a lease, since it may become free at any moment."""
+"""Maximum interval between two attempts to acquire a lease. It is short, since the lease may become free at any
+moment."""
 _MAX_RECORD = 64
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _KUBERNETES = re.compile(rf"({_LABEL}/)?{_LABEL}")
@@ -37,7 +38,7 @@ _log = structlog.get_logger(__name__)
 class Lease(Protocol):
     """A lease, held by one service at a time.
 
-    Calls may wait for a disk or the network. The caller makes one call at a time.
+    Calls may block on a disk or the network. The caller must not make concurrent calls.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class Lease(Protocol):
     def announce(self, term: int) -> None:
         """Record this holder's leader term for its successors; raises ``LeaseError`` if that fails.
 
-        The caller announces the term before it sends it to any rank.
+        The caller must announce the term before sending it to any rank.
         """
 
     def give_back(self) -> None:
@@ -103,7 +104,7 @@ def named_lease(text: str, seconds: float) -> Lease:
 
 
 class _FileLease:
-    """A locked file, for services on one host or on hosts that share a file system with locks.
+    """Lease held by locking a file, for services on one host or on hosts that share a file system that supports locks.
 
     The kernel releases the lock as soon as its holder dies. The file contains the highest leader term, in decimal.
     """
@@ -164,7 +165,7 @@ class _FileLease:
 class Leadership:
     """Acquires a lease, renews it, and detects its loss.
 
-    The event ``lost`` is set once this process has lost the lease; it never leads again.
+    The event ``lost`` is set once this process has lost the lease. The process then never leads again.
 
     Parameters
     ----------
@@ -203,7 +204,7 @@ class Leadership:
     async def announce(self, term: int) -> None:
         """Record this leader's term for its successors; raises ``LeaseError`` if that fails.
 
-        The caller announces the term before it sends it to any rank.
+        The caller must announce the term before sending it to any rank.
         """
         async with self._turn:
             await asyncio.to_thread(self._lease.announce, term)
@@ -220,7 +221,7 @@ class Leadership:
         held: bool | None = True
         while not (self._is_overdue() or held is False):
             await asyncio.sleep(self._seconds / _RENEWALS)
-            # If the process was suspended during the sleep, it must not lead for the duration of another attempt.
+            # If the process was suspended during the sleep, it must not keep leading during another attempt.
             held = None if self._is_overdue() else await self._attempt()
         _log.error("lease_lost", lease=self.described)
         self.lost.set()

@@ -1,4 +1,4 @@
-"""Heat for operators who watch a deployment, and the kind of reports that the ranks have to send for them.
+"""Heat for operators who watch a deployment, and the kind of reports that the ranks must send.
 
 Sending never waits for a watcher. A watcher that reads too slowly loses reports and is informed of their number.
 """
@@ -23,20 +23,22 @@ from eplb_service.control.server.listening import StatusError
 from eplb_service.io.recorder import MAX_SOURCE_COUNTS
 
 MAX_WATCHERS = 32
-"""Limit on the calls that watch heat."""
+"""Maximum number of calls that watch heat."""
 MAX_WATCHERS_PER_HOST = 8
-"""Limit on such calls per host, so that one host cannot use up all of them."""
+"""Maximum number of such calls per host, so that one host cannot use up all of them."""
 MAX_WAITING_BYTES = 16 << 20
-"""Limit on the heat queued for one watcher. Further reports are dropped and counted."""
+"""Maximum number of bytes of heat queued for one watcher. Further reports are dropped and counted."""
 
 _MIN_REPORT_STEPS = 4
-"""Minimum length of a report after a change of heat: the number of steps that the first decision after it uses."""
+"""Minimum number of steps per report after a change of heat. The first decision after the change uses this many
+steps."""
 _MAX_SHORTENING = 4
-"""Factor by which reports are at most shortened then, because the cost of a report hardly depends on its length."""
+"""Maximum factor by which reports are shortened after a change of heat. It is limited, because a short report costs
+nearly as much as a long one."""
 
 
 class _Watcher:
-    """Queue of the messages for one watching call from ``host``."""
+    """Queue of messages for one call from ``host`` that watches heat."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -59,7 +61,7 @@ class _Watcher:
         self.put(operator_pb2.WatchHeatResponse(heat=heat), size)
 
     def end(self, reason: str) -> None:
-        """End the stream with ``reason`` after the messages in the queue."""
+        """End the stream with ``reason`` once the queued messages have been sent."""
         self._waiting.put_nowait((reason, 0))
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
@@ -78,7 +80,8 @@ class HeatFeed:
     Parameters
     ----------
     pending_steps
-        Number of steps by which a deployment's fastest rank may be ahead of its slowest; watchers need to know it.
+        Maximum number of steps by which a deployment's fastest rank may be ahead of its slowest. Watchers need this
+        number.
     """
 
     def __init__(self, pending_steps: int) -> None:
@@ -115,12 +118,12 @@ class HeatFeed:
                 self._watchers.pop(deployment.name, None)
 
     def placed(self, deployment: Deployment, live: DeployedLayout) -> None:
-        """Send the layout on which all ranks agree."""
+        """Send watchers the layout on which all ranks agree."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
 
     def switched(self, name: str, event: LayerCommitted) -> None:
-        """Send a layer of deployment ``name`` that has switched."""
+        """Send watchers a switched layer of deployment ``name``."""
         update = event.update
         layer = update.layer
         epoch = event.live.layer_epochs[layer]
@@ -129,7 +132,7 @@ class HeatFeed:
             watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
 
     def counted(self, name: str, rank: int, message: agent_pb2.HeatReport) -> None:
-        """Send a report of a rank of deployment ``name``."""
+        """Send watchers a report from a rank of deployment ``name``."""
         for watcher in self._watchers.get(name, ()):
             watcher.put_heat(rank, message)
 
@@ -140,10 +143,10 @@ class HeatFeed:
                 watcher.end(reason)
 
     def reporting(self, deployment: Deployment) -> Reporting:
-        """Return the kind of reports that the ranks of a deployment have to send.
+        """Return the kind of reports that the ranks of a deployment must send.
 
         Source heat is summed over a report unless a watcher needs it for each step. Under load, ranks send fewer
-        reports. After a change of heat, reports are short, so that decisions need not wait for long ones.
+        reports. After a change of heat, reports are short, so that decisions do not have to wait for long ones.
         """
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks

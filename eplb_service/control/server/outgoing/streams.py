@@ -1,8 +1,8 @@
 """Streams to agents, by deployment and rank, and the sending of plans over them.
 
-A plan is sent to a few ranks at a time, in the order of ranks, because the messages to all ranks together are large.
-Ranks that have not received the plan when it ends do not get it. This is harmless, because the ranks drop a plan that
-not all of them have.
+A plan is sent to a few ranks at a time, in rank order, because the messages to all ranks together are large. If the
+plan ends first, it is not sent to the remaining ranks. This is harmless, because ranks drop a plan that some of them
+have not received.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.server.listening import StatusError
 
 _MAX_CONCURRENT = 2
-"""Limit on the ranks to which plans are sent at the same time."""
+"""Maximum number of ranks to which plans are sent at the same time."""
 _MAX_TURN_SECONDS = 1.0
 """Time after which a send no longer delays the next one, so that a frozen rank cannot block the others."""
 
 
 @dataclass
 class _PlanSending:
-    """The sending of one plan to all ranks.
+    """Transmission of one plan to all ranks.
 
     Parameters
     ----------
     _plan
         The plan.
     _turns
-        Limit on concurrent messages.
+        Semaphore that limits the number of concurrent messages.
     _remaining
         Number of ranks to which the plan has not been sent yet.
     over
@@ -72,9 +72,9 @@ class RankStream:
 
     It has these attributes:
 
-    - ``outbox``: messages to send; a plan is enqueued as its sending and the rank.
+    - ``outbox``: messages to send; a plan is enqueued as a pair of its transmission and the rank.
     - ``heard_at``, ``heat_at``: times of the last message and of the last heat report.
-    - ``ahead_since``: time since which the rank's heat waits for slower ranks; ``None`` if it does not wait.
+    - ``ahead_since``: time at which the rank's heat began to wait for slower ranks; ``None`` if it is not waiting.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class RankStream:
         return self._status is not None
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """End the stream with a status on which agents reconnect."""
+        """End the stream with a status that makes agents reconnect."""
         if self._status is None:
             self._status = StatusError(code, reason)
             self._ending.set()
@@ -145,7 +145,7 @@ class Streams:
             stream.outbox.put_nowait((sending, rank))
 
     def call_off(self, deployment: str, call: CallOff, rank: int | None = None) -> None:
-        """Send a call-off to all connected ranks, or to one. Ranks that do not have the plan yet do not get it."""
+        """Send a call-off to all connected ranks, or only to ``rank``, and stop sending the plan to further ranks."""
         self.withdraw(deployment)
         message = agent_pb2.ConnectResponse(call_off=encode(call))
         streams = self._streams.get(deployment, {})
@@ -158,7 +158,7 @@ class Streams:
             await self._plans[deployment].out.wait()
 
     def withdraw(self, deployment: str) -> None:
-        """Stop sending the deployment's plan: ranks that do not have it yet do not get it."""
+        """Stop sending the deployment's plan to ranks that have not received it yet."""
         sending = self._plans.pop(deployment, None)
         if sending is not None:
             sending.over = True

@@ -1,1 +1,1 @@
-"""Control plane: every call to a deployment, and all its consequences, pass through here."""
+"""Control plane: applies every call to its deployment and carries out the resulting events."""

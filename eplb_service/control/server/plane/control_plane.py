@@ -1,4 +1,4 @@
-"""All deployments of a service: connecting ranks, their reports, operators' commands, and deadlines."""
+"""Control plane of all deployments: rank connections, rank reports, operators' commands, and deadlines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from eplb_service.telemetry.metrics import Metrics, Shown
 _log = structlog.get_logger(__name__)
 
 _STEPS_PER_TURN = 4
-"""Steps assembled in one turn of the event loop. With 1,024 ranks, one step takes a millisecond."""
+"""Number of steps assembled in one turn of the event loop. With 1,024 ranks, one step takes a millisecond."""
 _MAX_PLANS_LISTED = 100
 
 
@@ -40,7 +40,7 @@ class ControlPlane:
     """Forwards calls to the deployments' state machines, and their events to the store, metrics, logs and streams.
 
     It has these public attributes, among others: ``deployments`` and their stored states (``remembered``), by name;
-    ``streams`` to the ranks; ``feed``, which sends heat to watchers; and ``observer``, which records data for figures.
+    ``streams`` to the ranks; ``feed``, which sends heat to watchers; and ``observer``, which records data for charts.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class ControlPlane:
     metrics
         Metrics of the service.
     log
-        Rate-limited log for lines that clients without credentials can cause.
+        Rate-limited log for lines that clients without credentials can trigger.
     priors
         Priors for first plans; by default those of the setting ``prior``.
     """
@@ -169,7 +169,7 @@ class ControlPlane:
             )
 
     def put_together(self, deployment: Deployment) -> bool:
-        """Assemble a few complete steps and start a decision if one is due; return True if more steps wait."""
+        """Assemble a few complete steps and start a decision if one is due; return True if more are pending."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
         settling = deployment.decisions.settling
@@ -180,7 +180,7 @@ class ControlPlane:
         return steps_wait
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat of a rank."""
+        """Record a heartbeat from a rank."""
         self.observer.heard(deployment.name, rank)
         self.observer.count_calls(deployment.name, rank, heartbeat, self._metrics)
         deployment.heartbeat(rank, heartbeat)
@@ -315,14 +315,14 @@ class ControlPlane:
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:
-        """Start a decision if one is due, or a check of the plan under way if it may be outdated."""
+        """Start a decision if one is due, or a check of the plan in progress if it may be stale."""
         if deployment.may_call_off and self.decider.may_decide(deployment.name):
             self.decider.weigh(deployment)
         elif deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
             self.decider.start(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
-        """Start the first plan from the heat of the deployment's prior, once all its ranks are connected."""
+        """Start making the first plan from the heat of the deployment's prior, once all ranks are connected."""
         if not deployment.may_begin or not self.decider.may_decide(deployment.name):
             return
         try:

@@ -26,7 +26,7 @@ _MIN_PENDING_STEPS = 64
 _PENDING_REPORTS = 8
 _PENDING_LONG_REPORTS = 4
 MAX_DEPLOYMENTS = 256
-"""Limit on the number of deployments."""
+"""Maximum number of deployments."""
 _PLAN_SECONDS = 60.0
 """Time without a message from any rank after which a plan times out."""
 
@@ -53,7 +53,7 @@ def limits_of(settings: ServiceSettings) -> Limits:
 
 
 class KnownDeployments:
-    """Deployments by name (``by_name``), their last saved states (``remembered``), and their common ``limits``.
+    """Deployments by name (``by_name``), their last saved states (``remembered``), and their shared ``limits``.
 
     Parameters
     ----------
@@ -105,11 +105,11 @@ class KnownDeployments:
         return self.by_name[name]
 
     def deployment_to_evict(self) -> str | None:
-        """Return the name of the deployment to evict for a new one; ``None`` if the limit is not reached.
+        """Return the name of the deployment to evict for a new one; ``None`` if there is room for another.
 
-        Deployments whose ranks have never formed a complete group are evicted first. They are followed by deployments
-        without connected ranks that have never had a plan, the longest idle one first. Raises ``ExhaustedError`` if no
-        deployment may be evicted.
+        Deployments whose ranks have never formed a complete group are evicted first. Next are deployments without
+        connected ranks that have never had a plan, starting with the one that has been idle the longest. Raises
+        ``ExhaustedError`` if no deployment may be evicted.
         """
         if len(self.by_name) < MAX_DEPLOYMENTS:
             return None
@@ -140,9 +140,9 @@ class KnownDeployments:
         return 0 if deployment.group is None else self._bytes_for(deployment.group.shape)
 
     def make_room(self, hello: Hello) -> list[Deployment]:
-        """Free the heat of deployments without connected ranks until that of a new group fits; return them.
+        """Free heat of deployments without connected ranks until a new group's heat fits; return these deployments.
 
-        Raises ``ExhaustedError`` if it does not fit even then.
+        Raises ``ExhaustedError`` if it still does not fit when all such heat is freed.
         """
         needed = self._bytes_for(hello.shape)
         limit = self._settings.max_heat_bytes

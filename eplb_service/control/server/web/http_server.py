@@ -30,12 +30,13 @@ from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
 
 _SILENT = logging.Logger("eplb-http", logging.CRITICAL)
-"""Logger that discards aiohttp's own lines, because callers without credentials could cause any number of them."""
+"""Logger that discards aiohttp's own lines, because callers without credentials could trigger any number of them."""
 
 MAX_CONNECTIONS = 64
-"""Limit on open connections. A further one evicts the oldest connection of the host that has the most."""
+"""Maximum number of open connections. Any further connection evicts the oldest one of the host with the most
+connections."""
 _REQUEST_SECONDS = 10.0
-"""Time in which the complete head of a request must arrive."""
+"""Time within which the complete header of a request must arrive."""
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 10.0
 _RESPONSE_SECONDS = 10.0
@@ -59,7 +60,8 @@ _CALLS: dict[str, tuple[str, type[Any], dict[str, Any]]] = {
     "deployments/{deployment}/balance": ("GetBalance", operator_pb2.GetBalanceRequest, {}),
     "deployments/{deployment}/history": ("GetHistory", operator_pb2.GetHistoryRequest, {"limit": 20}),
 }
-"""Method of ``OperatorService`` with the type and default fields of its request, by path. All of them only read."""
+"""Method of ``OperatorService`` with the type and default fields of its request, by path. All of these methods are
+read-only."""
 _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.UNAUTHENTICATED: web.HTTPUnauthorized,
     grpc.StatusCode.PERMISSION_DENIED: web.HTTPForbidden,
@@ -80,7 +82,7 @@ class _Connection:
     host
         Host of the caller.
     handshake
-        Task that sets the connection up.
+        Task that sets up the connection.
     transport
         Transport; ``None`` until the connection is set up.
     has_request
@@ -120,9 +122,9 @@ class HttpServer:
     address
         ``host:port`` of the server.
     metrics
-        Metrics to serve at ``/metrics``; ``None`` for a server without them.
+        Metrics to serve at ``/metrics``; ``None`` to serve no metrics.
     operators
-        Operator service that provides the page's data; ``None`` for a server without the page.
+        Operator service that provides the page's data; ``None`` to serve no page.
     gate
         The gate that authorises requests for the page's data; required with ``operators``.
     certificates
@@ -156,7 +158,7 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of ``listen_on`` until the context exits; yield ``host:port`` with the real port."""
+        """Serve on a socket from ``listen_on`` until the context exits; yield ``host:port`` with the bound port."""
         host = self._address.rpartition(":")[0]
         await self._runner.setup()
         accepting = asyncio.create_task(self._accept(listener))
@@ -171,7 +173,7 @@ class HttpServer:
             await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections, and close those that exceed a time limit or have to make room."""
+        """Accept connections, and close those that exceed a time limit or must make room for new ones."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -202,7 +204,7 @@ class HttpServer:
             self._metrics.count(name, *labels)
 
     async def _begin(self, connection: _Connection, client: socket.socket) -> None:
-        """Hand a connection to aiohttp, after a TLS handshake if the server has certificates."""
+        """Pass a connection to aiohttp, after a TLS handshake if the server has certificates."""
         assert self._runner.server is not None
         encryption: dict[str, Any] = {}
         if self._certificates is not None:
@@ -239,7 +241,7 @@ class HttpServer:
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
         except Exception:
-            # Rate-limited, because a caller without credentials may be able to cause this.
+            # Use the rate-limited log, because a caller without credentials may be able to trigger this.
             self._log.error("http_answer_failed", path=request.path[:256], exc_info=True)
             message = "the request failed inside the service; see its log"
             response = web.json_response({"error": message}, status=500)
@@ -269,7 +271,7 @@ class HttpServer:
         return _response(request, "application/json", await asyncio.to_thread(_json, response))
 
     def _check_host_header(self, host: str) -> None:
-        """Raise ``HTTPException`` if the server is reserved for this host but the request names another host.
+        """Raise ``HTTPException`` if the server is reserved for this host but the request names a different host.
 
         This prevents DNS rebinding: a web site whose name resolves to this host could otherwise make a browser read the
         data.
@@ -298,7 +300,7 @@ class HttpServer:
             return await getattr(self._operators, call)(message, None)
         except (StatusError, RefusedError, WireError) as error:
             if path == "service" and not token and code_of(error) is grpc.StatusCode.UNAUTHENTICATED:
-                # The page requests this path first, to find out if it needs a token.
+                # The page requests this path first, to find out whether it needs a token.
                 return {"token_required": True}
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
