@@ -1,1 +1,1 @@
-"""Cost of a rank's tokens in microseconds, and cost of moving experts: fits, measurements and curve files."""
+"""Cost of serving tokens, in microseconds, and of moving experts: fits, measurements and curve files."""

@@ -1,10 +1,10 @@
-"""Cost curves: time that a rank takes for its experts of one layer, as a function of the tokens in each slot.
+"""Cost curves: time that a rank spends on its experts in one layer, as a function of the tokens in each slot.
 
 ``t = floor + batch * tokens of all ranks + sum over slots with n > 0 tokens of max(read, launch + slope * n)``
 
 A slot with at least one token must read its expert's weights, which takes ``read`` even for a single token. Above the
 *knee*, computing takes longer than reading. A slot without tokens costs nothing. ``batch`` accounts for fused kernels:
-every rank sorts the tokens of the whole batch, including tokens that other ranks process. If ``read`` and ``launch``
+every rank sorts the tokens of the entire batch, including tokens that other ranks process. If ``read`` and ``launch``
 are 0, time is proportional to tokens and the curve is *linear*.
 
 Curves are stored in JSON files, one curve per phase.
@@ -26,11 +26,11 @@ from eplb_core.figures import digits
 from eplb_core.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
-"""Phases that a curve can be measured for, because decode and prefill often use different kernels."""
+"""Phases of curves. Decode and prefill can have separate curves because they often use different kernels."""
 MAX_MEDIAN_ERROR = 0.10
 """Largest accepted median error on held-out measurements."""
 MAX_P90_ERROR = 0.25
-"""Largest accepted 90th percentile of the error. If a tenth of the errors is larger, the curve has the wrong shape."""
+"""Largest accepted 90th percentile of the error. If it is exceeded, the curve has the wrong shape."""
 
 _NAMES_IN_FILES = {"slope_us": "slope_us_per_token", "batch_us": "batch_us_per_token"}
 _STRICT = {"extra": "forbid"}
@@ -39,11 +39,11 @@ _IN_FILES = {
     "alias_generator": lambda name: _NAMES_IN_FILES.get(name, name),
     "str_max_length": 1000,
 }
-"""Pydantic's settings for a curve in a file. Pydantic is imported only to read or write files (``curve_schema``)."""
+"""Pydantic settings for curves in files. Pydantic is imported only to read or write files (``curve_schema``)."""
 
 
 class CurveError(ValueError):
-    """A cost curve that cannot be used. The message names the curve, the problem and the remedy."""
+    """Invalid cost curve. The error message names the curve, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FitQuality:
     samples
         Number of measurements.
     held_out
-        Number of measurements that were held out of the fit and used for the errors.
+        Number of measurements that were held out from the fit to compute the errors.
     median_error
         Median of the errors.
     p90_error
@@ -94,31 +94,31 @@ class FitQuality:
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Time that a rank takes for its experts of one layer.
+    """Time that a rank spends on its experts in one layer.
 
     Parameters
     ----------
     floor_us
-        Fixed time of a layer, in microseconds.
+        Fixed time per layer, in microseconds.
     read_us
         Time to read a slot's weights, in microseconds.
     launch_us
         Fixed part of a slot's compute time, in microseconds.
     slope_us
-        Compute time per token of a slot, in microseconds.
+        Compute time per token in a slot, in microseconds.
     phase
         One of ``PHASES``.
     source
-        Origin of the numbers, as text for operators.
+        Origin of the numbers, as shown to operators.
     fit
         Accuracy of the fit; ``None`` if unknown.
     batch_us
-        Time per token of the whole batch, in microseconds.
+        Time per token of the entire batch, in microseconds.
 
     Raises
     ------
     CurveError
-        If a number is not a finite time of at least 0, if tokens would cost nothing, or if the phase is unknown.
+        If a time is negative or not finite, if tokens would cost nothing, or if the phase is unknown.
 
     Examples
     --------
@@ -160,26 +160,26 @@ class CostCurve:
 
     @property
     def linear(self) -> bool:
-        """True if time depends only on a rank's token count, so that balanced tokens give the shortest time."""
+        """True if time depends only on a rank's token count, so that balancing the tokens minimises it."""
         return self.read_us == self.launch_us == 0
 
     @property
     def knee_tokens(self) -> float:
-        """Largest number of tokens that take a slot no longer than one token, because reading the weights dominates."""
+        """Maximum number of tokens that a slot computes within the time to read its weights."""
         return max(0.0, self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
 
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:
-        """Return the microseconds of each slot for its number of tokens, float64 of the same shape."""
+        """Return the time of each slot, in microseconds, float64 with the shape of ``tokens``."""
         n = np.asarray(tokens, dtype=np.float64)
         return np.where(n > 0, np.maximum(self.read_us, self.launch_us + self.slope_us * n), 0.0)
 
     def rank_us(self, tokens_S: npt.ArrayLike) -> Float64:
-        """Return the microseconds of each rank, without the batch term; the last axis of ``tokens_S`` is slots."""
+        """Return each rank's time, in microseconds, without the batch term. The last axis of ``tokens_S`` is slots."""
         us: Float64 = self.floor_us + self.slot_us(tokens_S).sum(axis=-1)
         return us
 
     def slowest_us(self, tokens_RS: Float64) -> Float64:
-        """Return the microseconds of the slowest rank, including the batch term, for tokens ``[..., R, S]``."""
+        """Return the slowest rank's time, in microseconds, with the batch term, for tokens ``[..., R, S]``."""
         us: Float64 = self.rank_us(tokens_RS).max(axis=-1) + self.batch_us * tokens_RS.sum(axis=(-2, -1))
         return us
 
@@ -197,14 +197,14 @@ def read_curve(reference: str) -> CostCurve:
     Parameters
     ----------
     reference
-        ``FILE`` or ``FILE:PHASE``. The phase is required if the file has several curves. A curve for any phase matches
-        every phase.
+        ``FILE`` or ``FILE:PHASE``. The phase is required if the file has several curves. A curve for the phase
+        ``any`` matches every phase.
 
     Raises
     ------
     CurveError
-        If the file cannot be read, is not a curve file, does not have exactly one curve for the phase, or if that
-        curve's fit is not accurate enough.
+        If the file cannot be read, is not a curve file, or does not have exactly one curve for the phase. Also raised
+        if the curve's fit is not accurate enough.
     """
     name, _, suffix = reference.rpartition(":")
     path = Path(reference)

@@ -1,4 +1,4 @@
-"""Schema of JSON files of cost curves. It is separate from ``curve`` because only files need pydantic."""
+"""Schema of cost curve files (JSON). It is separate from ``curve`` because only file access needs pydantic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_core.cost.curve import CostCurve
 
 @dataclass(frozen=True)
 class CurveFile:
-    """Content of a file: curves for different phases."""
+    """Content of a cost curve file: curves for different phases."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

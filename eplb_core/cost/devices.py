@@ -1,15 +1,15 @@
-"""Shipped cost curves of devices and shapes of models, for estimates without measurements on the target machine.
+"""Built-in cost curves for devices, and model shapes, for estimates without measurements on the target machine.
 
-The curves of GPUs are fitted to measured tables of DeepSeek-V3's fp8 experts. Those of Ascend NPUs follow from
-published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For another model, reading
-time is scaled by an expert's bytes and computing time by its operations. Every figure from a shipped curve is an
-estimate and is labelled as one in its source.
+The GPU curves are fitted to measured tables of DeepSeek-V3's fp8 experts. The curves for Ascend NPUs are derived from
+published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For other models, reading time
+is scaled by an expert's bytes and computing time by its operations. Every built-in curve is an estimate, and its source
+says so.
 
 References
 ----------
 aiconfigurator-core 0.12, tables of SGLang 0.5.10 (Apache-2.0), https://pypi.org/project/aiconfigurator-core/.
 Zuo et al., *Serving Large Language Models on Huawei CloudMatrix384*, https://arxiv.org/abs/2506.12708 (the 910C).
-The models' shapes come from their ``config.json`` on https://huggingface.co.
+The model shapes come from the models' ``config.json`` on https://huggingface.co.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eplb_core.cost.curve import CostCurve
 
 
 class DeviceError(ValueError):
-    """An unknown device or model. The message lists the supported names."""
+    """Unknown device or model. The error message lists the supported names."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelShape:
     inter
         Intermediate size of an expert.
     weight_bytes
-        Bytes per weight as served.
+        Bytes per weight in the format that is served.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ModelShape:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert in one layer."""
+        """Size of one expert in one layer, in bytes."""
         return round(3 * self.hidden * self.inter * self.weight_bytes)
 
 
@@ -78,16 +78,16 @@ _CURVES = {
 }
 """Floor, read, launch and slope of DeepSeek-V3's decode kernel, in microseconds."""
 _PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
-"""Published memory GB/s and 8-bit TOPS of one processor. A 910C package has two processors, each with its own
-ranks."""
+"""Published memory bandwidth (GB/s) and 8-bit compute rate (TOPS) of one processor. A 910C package has two processors,
+each with its own ranks."""
 _MEMORY_SHARE = 0.8
-"""Fraction of the peak memory rate that grouped kernels reach. Assumed, because no measurements are published."""
+"""Fraction of the peak memory rate that grouped kernels reach. It is assumed, because no measurements are published."""
 _COMPUTE_SHARE = 0.6
-"""Fraction of the peak compute rate that grouped kernels reach; also assumed."""
+"""Fraction of the peak compute rate that grouped kernels reach. It is also assumed."""
 _NPU_FLOOR_US = 20.0
-"""Floor of the NPUs' curves, assumed to be about the same as on the GPUs."""
+"""Floor of the NPU curves, assumed to be about the same as on the GPUs."""
 GPUS = (*_CURVES, *_PEAKS)
-"""GPUs and NPUs with a shipped curve."""
+"""GPUs and NPUs with a built-in curve."""
 _NAMES = (
     ("gb200", r"\bGB200\b"),
     ("b200", r"\bB200\b"),
@@ -96,12 +96,12 @@ _NAMES = (
     ("910c", r"^Ascend910_93"),
     ("910b", r"^Ascend910B"),
 )
-"""Devices, with patterns of their names in torch, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
-``Ascend910_9392``. The first match counts."""
+"""Devices with patterns that match their PyTorch names, such as ``NVIDIA H100 80GB HBM3``, ``Ascend910B3`` and
+``Ascend910_9392``. The first match is used."""
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the shape of the model ``name``, in any case. Raises ``DeviceError`` if it is unknown."""
+    """Return the shape of the model ``name``, ignoring case. Raises ``DeviceError`` if it is unknown."""
     if name.lower() not in MODELS:
         raise DeviceError(f"--model {name!r} is unknown; choose one of {', '.join(MODELS)}")
     return MODELS[name.lower()]
@@ -128,22 +128,22 @@ def estimated_curve(gpu: str, model: str) -> CostCurve:
 
 
 def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
-    """Return the number of tokens per step up to which an expert takes no longer than for one token.
+    """Return the maximum number of tokens per step that an expert processes in the same time as one token.
 
     Up to this number, reading the weights dominates.
 
     Parameters
     ----------
     device
-        Name of the device in torch.
+        PyTorch's name for the device.
     bytes_per_expert
-        Bytes of one expert in one layer. 8-bit and 16-bit weights have the same knee, because 16-bit weights take
-        twice as long both to read and to multiply.
+        Size of one expert in one layer, in bytes. 8-bit and 16-bit weights have the same knee, because 16-bit weights
+        take twice as long both to read and to multiply.
 
     Returns
     -------
     float or None
-        ``None`` if no curve is shipped for the device or the bytes are unknown.
+        The number of tokens; ``None`` if the device has no built-in curve or the size is unknown.
 
     Examples
     --------

@@ -1,14 +1,14 @@
-"""Fits of cost curves to measured times: of kernel runs, of a table of kernel runs, and of a model's own steps.
+"""Fits of cost curves to the measured times of kernel runs, a table of kernel runs, or a model's own steps.
 
 For a given knee, the time is linear in the coefficients:
 
 ``t = floor + launch * busy + slope * reached + batch_us * batch``
 
-``busy`` is the number of slots with tokens. ``reached`` is the sum of their tokens, with at least ``knee`` tokens
-counted per slot. ``batch`` is the number of tokens of all ranks.
+``busy`` is the number of slots with tokens. ``reached`` is the sum of their tokens, where each slot counts as at least
+``knee`` tokens. ``batch`` is the total number of tokens on all ranks.
 
-A fit tries a list of knees and solves for nonnegative coefficients by least squares on the relative errors. Large
-errors get smaller weights (iteratively reweighted least squares), which approximates the least absolute error. The
+The fit tries a series of knees and solves for nonnegative coefficients by least squares on the relative errors. Larger
+errors get smaller weights (iteratively reweighted least squares), which approximates a least-absolute-error fit. The
 result is judged on held-out measurements.
 """
 
@@ -26,29 +26,29 @@ from eplb_core.extras import install_command
 from eplb_core.placement import Float64
 
 _HELD_OUT_EACH = 4
-"""One in this many measurements is held out, in order of size (kernel runs) or time (steps)."""
+"""One in this many measurements is held out, after sorting by size (kernel runs) or time (steps)."""
 _MIN_MEASUREMENTS = 8
-"""Smallest number of kernel runs that can be fitted and judged."""
+"""Minimum number of kernel runs for fitting and judging a curve."""
 _MIN_STEPS = 32
-"""Smallest number of steps that can be fitted and judged."""
+"""Minimum number of steps for fitting and judging a curve."""
 _KNEES = 64
 """Number of knees to try, spaced geometrically."""
 _KNEES_ONLINE = 16
-"""Number of knees to try for steps; smaller, because every decision fits a curve."""
+"""Number of knees to try for steps. It is smaller because every decision fits a curve."""
 _ROUNDS = 8
-"""Rounds of reweighting; chosen by hand."""
+"""Number of reweighting rounds; chosen by hand."""
 _MIN_ERROR = 0.01
-"""Relative error below which a measurement's weight no longer grows."""
+"""Lower bound on the relative error that determines a measurement's weight."""
 _CLEARLY_BETTER = 0.8
-"""The batch term is used only if it lowers the error below this fraction of the error without it.
+"""The batch term is used only if it reduces the error to less than this fraction of the error without it.
 
-If the tokens of a rank and of the batch grow together, the batch term could absorb part of the slope. Of 176 measured
+If a rank's tokens grow in proportion to the batch, the batch term could absorb part of the slope. Of 176 measured
 kernels, 142 fit if the term is always used, 141 with a threshold of 0.8 or 0.9, and 135 with 0.7.
 """
 _ROUNDING = 1e-9
-"""Contribution below which a coefficient is set to 0, as a fraction of the time: rounding depends on the machine."""
+"""Coefficients that contribute less than this fraction of the time are set to 0: rounding errors vary by machine."""
 _RIDGE = 1e-13
-"""Ridge on columns of length 1, so that equal columns have a unique solution."""
+"""Ridge penalty for unit-length columns, so that the solution is unique even if columns are equal."""
 _MAX_ALTERNATIONS = 5
 """Maximum number of alternations between the curve and the slowest ranks; chosen by hand."""
 _DRAWS = 200
@@ -59,24 +59,24 @@ _EVEN = ("uniform", "balanced")
 _BALANCED = "_eplb"
 """Suffix of the column ``distribution`` for tokens that are balanced over the ranks."""
 _MAX_SHOWN = 8
-"""Number of kernels that an error message lists."""
+"""Maximum number of kernels that an error message lists."""
 _KERNEL_COLUMNS = ("hidden_size", "inter_size", "num_experts", "topk", "moe_dtype", "kernel_source")
 """Columns that identify a kernel."""
 
 
 class CurveFitError(CurveError):
-    """Measurements that no cost curve fits."""
+    """Measurements that cannot be fitted by a cost curve."""
 
 
 class _BestFit(NamedTuple):
-    """Best of the fits with different knees."""
+    """Best fit over all knees."""
 
     error: float
     """Mean relative error."""
     knee_index: int
     """Index of the knee."""
     coefficients_F: Float64
-    """float64 ``[F]``, nonnegative."""
+    """Nonnegative coefficients, float64 ``[F]``."""
 
 
 def fit_curve(
@@ -88,7 +88,7 @@ def fit_curve(
     phase: str = "any",
     source: str = "measured",
 ) -> CostCurve:
-    """Fit a curve to kernel runs and judge it on every fourth run by size, which is held out.
+    """Fit a curve to kernel runs and judge it on held-out runs, which are every fourth run by size.
 
     Parameters
     ----------
@@ -103,12 +103,12 @@ def fit_curve(
     phase
         Phase of the curve.
     source
-        Origin of the measurements, as text for operators.
+        Origin of the measurements, as shown to operators.
 
     Raises
     ------
     CurveFitError
-        If a value is not positive, if there are too few measurements, or if the curve misses the held-out measurements
+        If a value is not positive, if there are too few measurements, or if the curve does not fit the held-out runs
         (``FitQuality.fits``).
     """
     measured_B4 = np.stack(np.broadcast_arrays(busy, tokens, us, batch), axis=1).astype(np.float64)
@@ -156,26 +156,26 @@ class OnlineFit(NamedTuple):
 
     curve: CostCurve
     least: float
-    """Lower bound of the true read time and slope, as a fraction of the curve's; at most 1.
+    """Lower bound on the true read time and slope, as a fraction of the curve's values; at most 1.
 
-    A coefficient whose own interval reaches 0 is ignored.
+    A coefficient whose confidence interval includes 0 is ignored.
     """
     most: float
-    """Upper bound in the same unit; at least 1."""
+    """Upper bound on the same ratio; at least 1."""
 
 
 def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int = 0) -> OnlineFit:
-    """Fit a curve to the times of steps and the tokens in each slot.
+    """Fit a curve to step times and the tokens in each slot.
 
-    The model of a step is ``base + each * tokens + sum over layers of max over ranks of sum over slots of g(tokens)``.
-    ``base`` is the time that does not depend on tokens, and ``tokens`` is the number of tokens of the mean rank.
+    A step is modelled as ``base + each * tokens + sum over layers of max over ranks of sum over slots of g(tokens)``.
+    ``base`` is the time that does not depend on tokens, and ``tokens`` is the mean number of tokens per rank.
 
     The term ``each * tokens`` is needed because other work, such as attention, also takes longer in a larger batch.
-    Without it, the fit would attribute that time to the slowest ranks and overestimate the gain of balancing. With it,
-    only differences in balance count, not differences in batch size.
+    Without it, the fit would attribute that time to the slowest ranks and overestimate the gain from balancing. With
+    it, only differences in balance count, not differences in batch size.
 
     The slowest ranks depend on the curve and the curve depends on the slowest ranks. The fit alternates between the
-    two and begins with the ranks that have the most tokens. The base and the curve's floor cannot be distinguished, so
+    two, starting with the ranks that have the most tokens. The base and the curve's floor cannot be distinguished, so
     the floor is 0. Confidence intervals come from a block bootstrap over steps.
 
     Parameters
@@ -185,13 +185,13 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
     tokens_TLRS
         ``[T, L, R, S]``, tokens of each slot.
     seed
-        Seed of the bootstrap.
+        Random seed for the bootstrap.
 
     Raises
     ------
     CurveFitError
-        If there are too few steps, if times do not depend measurably on the distribution of the tokens, or if the
-        curve misses the held-out steps.
+        If there are too few steps, if the times do not measurably depend on how tokens are distributed, or if the
+        curve does not fit the held-out steps.
 
     References
     ----------
@@ -235,9 +235,9 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
 
 
 def _relative_interval(curve: CostCurve, drawn_D4: Float64, knee: float) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the read time and the slope, as fractions of the curve's.
+    """Return the 95 % confidence interval of the read time and the slope, as fractions of the curve's values.
 
-    The result is ``None`` if neither differs significantly from 0.
+    The result is ``None`` if neither value differs significantly from 0.
 
     Parameters
     ----------
@@ -282,9 +282,9 @@ def _best_fit(features_KTF: Float64, us_T: Float64) -> _BestFit:
 
 
 def _least_squares(relative_TF: Float64, weight_T: Float64) -> Float64:
-    """Return the nonnegative coefficients, ``[F]``, with values that are only rounding set to 0.
+    """Return the nonnegative least-squares coefficients, ``[F]``, with rounding errors set to 0.
 
-    ``relative_TF`` are the features divided by the measured times.
+    ``relative_TF`` contains the features divided by the measured times.
     """
     coefficients_F = nonnegative_least_squares(relative_TF * weight_T[:, None], weight_T)
     return np.where(coefficients_F * relative_TF.max(axis=0) > _ROUNDING, coefficients_F, 0.0)
@@ -293,14 +293,14 @@ def _least_squares(relative_TF: Float64, weight_T: Float64) -> Float64:
 def nonnegative_least_squares(matrix_TF: Float64, wanted_T: Float64) -> Float64:
     """Return the nonnegative coefficients, ``[F]``, that minimise ``|matrix_TF @ coefficients - wanted_T|``.
 
-    Suited to a handful of columns.
+    This is only suitable for a handful of columns.
 
     Parameters
     ----------
     matrix_TF
-        float64 ``[T, F]``.
+        float64 ``[T, F]``, the matrix.
     wanted_T
-        float64 ``[T]``.
+        float64 ``[T]``, the target values.
 
     References
     ----------
@@ -351,16 +351,16 @@ def _free_solution(products_FF: Float64, target_F: Float64, free_F: npt.NDArray[
 def _step_features(slowest_TLS: Float64, mean_T: Float64, knee: float) -> Float64:
     """Return the features of steps, float64 ``[T, 4]``.
 
-    They are 1, the tokens of the mean rank, and two sums over the slowest ranks: busy slots, and tokens with at least
-    ``knee`` counted per busy slot. A feature that is the same in all steps cannot be distinguished from the base and
-    is set to 0.
+    The features are 1, the mean tokens per rank, and two sums over the slowest ranks: the number of busy slots, and
+    their tokens, where each busy slot counts as at least ``knee`` tokens. A feature that is the same in all steps
+    cannot be distinguished from the base and is set to 0.
 
     Parameters
     ----------
     slowest_TLS
-        float64 ``[T, L, S]``, tokens of each slot of the slowest rank.
+        float64 ``[T, L, S]``, tokens in each slot of each layer's slowest rank.
     mean_T
-        float64 ``[T]``, tokens of the mean rank.
+        float64 ``[T]``, mean tokens per rank.
     knee
         Knee of the curve, in tokens.
     """
@@ -372,7 +372,7 @@ def _step_features(slowest_TLS: Float64, mean_T: Float64, knee: float) -> Float6
 
 
 def _refits(features_TF: Float64, us_T: Float64, seed: int) -> Float64:
-    """Return the coefficients fitted to bootstrap samples of blocks of steps, float64 ``[D, F]``."""
+    """Fit the coefficients to block bootstrap samples of the steps and return them, float64 ``[D, F]``."""
     rng = np.random.default_rng(seed)
     relative_TF = features_TF / us_T[:, None]
     steps = us_T.size
@@ -388,11 +388,11 @@ def _refits(features_TF: Float64, us_T: Float64, seed: int) -> Float64:
 def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve:
     """Fit the curve of one kernel in a measured table (parquet), as shipped with ``aiconfigurator-core``.
 
-    A row is one call on one rank. It has the tokens of the whole expert-parallel group, the size of the group, and
-    milliseconds. Only rows with tokens spread evenly over the experts (``uniform`` or ``balanced``) are used, because
-    other rows do not record the tokens of each slot. If a table has no such rows, as TensorRT-LLM's table for wide
-    expert parallelism, rows with balanced ranks (``..._eplb``) are used instead. Each slot is then assumed to have an
-    equal share of its rank's tokens.
+    Each row describes one call on one rank. It gives the tokens of the entire expert-parallel group, the size of the
+    group, and the time in milliseconds. Only rows with tokens spread evenly over the experts (``uniform`` or
+    ``balanced``) are used, because other rows do not record the tokens of each slot. Some tables have no such rows, for
+    example TensorRT-LLM's table for wide expert parallelism. For these, rows with balanced ranks (``..._eplb``) are
+    used, and each slot is assumed to have an equal share of its rank's tokens.
 
     Parameters
     ----------
@@ -445,7 +445,7 @@ def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve
 
 
 def _measurement(row: Mapping[str, Any]) -> tuple[float, float, float, float]:
-    """Return a row's busy slots, tokens per busy slot, microseconds, and tokens of all ranks.
+    """Return a row's busy slots, tokens per busy slot, time in microseconds, and tokens of all ranks.
 
     A rank's tokens are spread evenly over its slots. If there are fewer tokens than slots, some slots get one token.
     """

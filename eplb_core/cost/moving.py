@@ -18,21 +18,21 @@ import numpy.typing as npt
 from eplb_core.placement import Float64
 
 MIN_SAMPLES = 4
-"""Number of switches of a layer, or of plans, required for an estimate."""
+"""Minimum number of layer switches, or of plans, required for an estimate."""
 MAX_RELATIVE_ERROR = 0.1
 """Largest accepted half-width of the 95 % confidence interval of the lost fraction of a transfer."""
 MAX_LOST = 0.9
-"""Upper bound of the lost fraction of a transfer. A larger loss must have another cause."""
+"""Upper bound on the lost fraction of a transfer. A larger loss must have a different cause."""
 _EXPERT_SECONDS = (1e-6, 60.0)
-"""Bounds of the transfer time of an expert. Values outside come from a faulty clock."""
+"""Bounds on the transfer time of an expert, in seconds. Values outside these bounds come from a faulty clock."""
 _COMMIT_SECONDS = (0.0, 10.0)
-"""Bounds of a commit's time."""
+"""Bounds on the commit time, in seconds."""
 _PAUSE = 8.0
-"""Multiple of the median above which a step's time counts as a wait for requests."""
+"""A step counts as waiting for requests if it takes longer than this multiple of the median."""
 _NEAR = 64
-"""Maximum number of steps before and after a plan that its steps are compared with."""
+"""Maximum number of reference steps on each side of a plan."""
 _MIN_CALM_STEPS = 8
-"""Minimum number of such steps; with fewer, no comparison is made."""
+"""Minimum number of reference steps required for a comparison."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class SwitchEffect:
-    """Measured effect of one plan: mean differences per step between before and after.
+    """Measured effect of one plan: mean differences per step between the steps before and after it.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class SwitchEffect:
     tokens_saved
         Reduction of the tokens of each layer's most loaded rank, summed over layers.
     steps
-        Number of compared steps: the smaller of the numbers before and after the plan.
+        Number of compared steps: the smaller of the step counts before and after the plan.
     """
 
     us_saved: float
@@ -95,9 +95,10 @@ class SwitchedPlan:
         Fraction of the transfer time that steps lost. It is negative if these steps happened to be faster than the
         steps before and after the plan.
     lost_steps
-        Number of steps during the transfers that ``lost_share`` was measured on.
+        Number of steps during the transfers that were used to measure ``lost_share``.
     decided_from
-        Last step before the decision began; ``None`` if unknown. Computing a decision may slow steps on the same host.
+        Last step before the decision began; ``None`` if unknown. Computing a decision may slow down steps on
+        the same host.
     effect
         Effect of the plan; ``None`` until enough steps before and after it are known.
     """
@@ -118,7 +119,7 @@ class SwitchedPlan:
 
 @dataclass(frozen=True)
 class MovingCosts:
-    """Measured costs of moves; ``None`` for each value with too few samples.
+    """Measured costs of moves. A value is ``None`` if there are too few samples.
 
     Parameters
     ----------
@@ -129,9 +130,9 @@ class MovingCosts:
     commit_seconds
         Commit time of one layer.
     layer_ms
-        Milliseconds that one layer's experts take per step. Moves can only save a fraction of it.
+        Time that one layer's experts take per step, in milliseconds. Moves can only save a fraction of it.
     layer_source
-        Origin of ``layer_ms``, as text for operators.
+        Origin of ``layer_ms``, as shown to operators.
     """
 
     expert_seconds: float | None = None
@@ -164,7 +165,7 @@ def compared(
     plan
         Plan to measure.
     plans
-        All plans, including ``plan``; none of their steps are used as a reference.
+        All plans, including ``plan``. Their steps are never used as a reference.
     step_T
         float64 ``[T]``, step numbers in ascending order.
     us_T
@@ -192,7 +193,7 @@ def compared(
 
 
 def _in_transfer(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[np.bool_]:
-    """Return the mask of the steps during a layer's transfer, bool ``[T]``.
+    """Return a mask of the steps during a layer's transfer, bool ``[T]``.
 
     These are the last steps before ``by_step`` that together take as long as the transfer.
     """
@@ -204,7 +205,7 @@ def _in_transfer(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[
 
 
 def served_steps(us_T: Float64) -> npt.NDArray[np.bool_]:
-    """Return the mask of the steps with a known time that did not wait for requests, bool ``[T]``.
+    """Return a mask of the steps that have a known time and did not wait for requests, bool ``[T]``.
 
     A step counts as waiting if it takes more than eight times the median.
 
@@ -243,7 +244,7 @@ def _lost_share(plans: Sequence[SwitchedPlan]) -> float | None:
 
 
 def student_t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, accurate to 0.2 % from 3 degrees of freedom.
+    """Return the 97.5 % quantile of Student's t distribution, accurate to 0.2 % for 3 or more degrees of freedom.
 
     References
     ----------

@@ -1,8 +1,8 @@
 """Assembly of the ranks' heat reports, step by step, into the window that decisions use.
 
 A step counts only if every rank has reported it under the same placement. All other steps count as lost; their heat is
-never estimated. If hosts do not count the tokens that slots receive, these follow from every rank's source heat and its
-tables. The memory bound depends only on the shape, not on the reports.
+never estimated. If hosts do not count the tokens that slots receive, these counts are derived from every rank's
+source heat and tables. The memory bound depends on the shape and the configured step limits, but not on the reports.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from eplb_core.wire.heat import HeatReport
 _EPOCHS_KEPT = 4
 """Number of recent epochs per layer whose placement and tables are kept."""
 _CELLS_HELD = 2
-"""Arrays of slot indices in memory, 8 bytes per slot: one in use and one under construction."""
+"""Number of slot index arrays in memory, with 8 bytes per slot: one in use and one under construction."""
 _TABLES_HELD = 3
-"""Tables of all ranks in memory: of waiting Hellos, of the current layout, and of its switched layers."""
+"""Number of sets of all ranks' tables in memory: for pending Hellos, the current layout and its switched layers."""
 _SOURCES_HELD = 2
-"""Arrays of source heat in memory: the live one and a decision's snapshot."""
+"""Number of source heat arrays in memory: the live one and a decision's snapshot."""
 
 _Cells: TypeAlias = npt.NDArray[np.intp]
 """Indices into a flattened array."""
@@ -38,35 +38,35 @@ _StepValues: TypeAlias = tuple[int, int, int]
 
 
 class StepCounts(NamedTuple):
-    """Numbers of completed and of lost steps, in total or because of one report."""
+    """Number of completed steps and number of lost steps, in total or due to one report."""
 
     received: int
     lost: int
 
 
 def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
-    """Return an upper bound of a deployment's memory for its assembler and its tables, in bytes.
+    """Return an upper bound on the memory for a deployment's assembler and tables, in bytes.
 
     Parameters
     ----------
     shape
         Shape of the deployment.
     window_steps
-        Steps in the window.
+        Number of steps in the window.
     pending_steps
-        Steps that can be pending.
+        Maximum number of pending steps.
     """
     ranks = shape.ranks
     layers = shape.layers
     slots = shape.slots
     heat = window_steps * (layers * (4 * shape.experts + 4 * ranks + 16) + 256)
-    # Counts by slot, or by expert and by rank. The rest is the epochs and, for each rank, its report flag, tokens and
-    # time.
+    # A pending step stores counts by slot, or by expert and by rank. It also stores the epochs and, for each rank, a
+    # report flag, the tokens and the time.
     counts = 4 * layers * max(ranks * slots, shape.experts + ranks)
     pending = pending_steps * (counts + 40 * layers + 128 * ranks)
     placements = (4 * _EPOCHS_KEPT + 8 * _CELLS_HELD) * ranks * layers * slots
     tables = 4 * (_TABLES_HELD + _EPOCHS_KEPT) * ranks * layers * shape.experts * shape.width
-    # One more array of 8-byte sums is used to compare sent and received tokens.
+    # Comparing sent with received tokens requires one more array of 8-byte sums.
     sources = (4 * _SOURCES_HELD * ranks + 8) * layers * shape.experts
     return heat + pending + placements + tables + sources
 
@@ -86,7 +86,7 @@ class PlacementHistory:
         self._latest_unnamed: tuple[tuple[int, ...], npt.NDArray[np.bool_]] | None = None
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
-        """Record the placement and tables of a layer at an epoch, and drop the layer's oldest epoch if necessary."""
+        """Record the placement and tables of a layer at an epoch, and drop the layer's oldest epoch if needed."""
         self._latest = None
         self._latest_unnamed = None
         epochs = self.by_layer[layer]
@@ -100,7 +100,7 @@ class PlacementHistory:
         return all(epoch in epochs for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True))
 
     def cells(self, layer_epochs: tuple[int, ...], experts: int) -> _Cells | None:
-        """Return each slot's index into flattened heat, ``[L, R, S]``; ``None`` if an epoch is unknown."""
+        """Return each slot's index into the flattened heat, ``[L, R, S]``, or ``None`` if an epoch is unknown."""
         if not self.knows(layer_epochs):
             return None
         if self._latest is None or self._latest[0] != layer_epochs:
@@ -114,7 +114,7 @@ class PlacementHistory:
         return [epochs[epoch][0] for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
 
     def unnamed(self, layer_epochs: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        """Return the mask of the slots that no rank's table contains, ``[R, L, S]``. All epochs must be known."""
+        """Return a mask of the slots that no rank's table contains, ``[R, L, S]``. All epochs must be known."""
         if self._latest_unnamed is None or self._latest_unnamed[0] != layer_epochs:
             unnamed_LRS = np.ones([len(layer_epochs), *self.slots(layer_epochs)[0].shape], dtype=np.bool_)
             for layer, (epochs, epoch) in enumerate(zip(self.by_layer, layer_epochs, strict=True)):
@@ -129,7 +129,7 @@ class PlacementHistory:
 
 
 class _Step:
-    """Reports of one step so far.
+    """Reports that have arrived so far for one step.
 
     Parameters
     ----------
@@ -140,20 +140,20 @@ class _Step:
     shape
         Shape of the deployment.
     by_slot
-        True if the ranks count the tokens of their slots; False if they report source heat only.
+        True if the ranks count tokens by slot; False if they report only source heat.
 
     Attributes
     ----------
     seen
         Ranks that have reported the step.
     spoilt
-        True if the reports differ in their epochs or in how they count.
+        True if the reports differ in their epochs or in how they count tokens.
     busy_R
-        bool ``[R]``, ranks for which the step was not a dummy.
+        bool ``[R]``, True for each rank on which the step was not a dummy.
     prefills
-        True if a rank prefilled.
+        True if any rank had requests in prefill.
     micros
-        Microseconds of the ranks that measured the step.
+        Step times, in microseconds, from the ranks that measured the step.
     tokens_R
         int64 ``[R]``, tokens of each rank; -1 if unknown.
     counts
@@ -196,7 +196,7 @@ class _Step:
         counts_LX
             Tokens by slot ``[L, S]`` or, without slot counts, the rank's own tokens by expert ``[L, E]``.
         targets_LED
-            Ranks that received the rank's own tokens in turn; ``None`` for slot counts.
+            For each expert, the ranks that received this rank's tokens in turn; ``None`` for slot counts.
         """
         self.seen.add(rank)
         phase, self.tokens_R[rank], micros = values
@@ -204,7 +204,7 @@ class _Step:
         self.prefills |= StepPhase(phase).prefills
         if micros > 0:
             self.micros.append(micros)
-        # The tuple is usually the same object, which saves comparing many layers.
+        # The tuple is usually the same object, so the identity check saves comparing many layers.
         differs = epochs is not self.epochs and epochs != self.epochs
         if differs or len(self.counts) != (1 if targets_LED is None else 2):
             self.spoilt = True
@@ -227,7 +227,7 @@ class _Step:
             return self.counts[0], self.counts[1]
         counts_LRS = np.ascontiguousarray(self.counts[0].transpose(1, 0, 2))
         layers = len(counts_LRS)
-        # bincount sums in float64, which is exact for these whole numbers.
+        # ``bincount`` sums in float64, which is exact for these integers.
         sums_C = np.bincount(cells_LRS.ravel(), counts_LRS.ravel(), minlength=layers * experts)
         loads_LR: Int32 = np.einsum("lrs->lr", counts_LRS)
         return sums_C.astype(np.int32).reshape(layers, experts), loads_LR
@@ -240,7 +240,8 @@ class _Step:
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
         if self._by_row:
-            # The entry depends on the batch row, so a step's tokens may begin at any entry.
+            # The host selects entries by batch row, so a step's tokens may begin at any entry. Rotating by the step
+            # number varies the first entry.
             targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
@@ -250,7 +251,7 @@ class _Step:
 
 
 def _values_by_step(report: HeatReport) -> list[_StepValues]:
-    """Return the values of each step of a report."""
+    """Return the phase, tokens and microseconds of each step in a report."""
     phase_T = report.phase_T.tolist()
     tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
     micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
@@ -258,21 +259,21 @@ def _values_by_step(report: HeatReport) -> list[_StepValues]:
 
 
 class PendingSteps:
-    """Steps that some ranks have reported and others have not: the newest ``capacity`` steps.
+    """The newest ``capacity`` steps, which some ranks have reported and others have not.
 
-    A report of a newer step drops the oldest ones, which count as lost if they are incomplete. A single rank with a
-    wrong step number cannot disable the assembly. If the latest report of *every* rank covers only dropped steps, a
-    wrong number must have moved the range too far ahead. All pending steps are then discarded, and assembly starts
-    again with the current report.
+    When a newer step is reported, the oldest steps are dropped and count as lost if they are incomplete. A single rank
+    with a wrong step number cannot stop the assembly. If the latest report of *every* rank covers only dropped steps, a
+    wrong step number must have moved the range too far ahead. All pending steps are then discarded, and assembly
+    restarts with the current report.
 
-    Ranks report in order, so steps are completed in order, and the steps skipped between two completed ones are lost.
+    Ranks report in step order, so steps are completed in order. Steps skipped between two completed steps are lost.
 
     Parameters
     ----------
     shape
         Shape of the deployment.
     capacity
-        Maximum number of pending steps, and of steps per report.
+        Maximum number of pending steps. It is also the maximum number of steps in a report.
 
     Attributes
     ----------
@@ -281,15 +282,15 @@ class PendingSteps:
     lost
         Number of lost steps.
     dummy_steps
-        Number of the newest consecutive completed steps that were dummies on all ranks.
+        Number of consecutive completed steps, up to the newest one, that were dummies on all ranks.
     mislabelled_steps
-        Number of these dummy steps that had counted tokens nevertheless.
+        Number of these dummy steps in which tokens were counted nevertheless.
     empty_steps
-        Number of steps since the last counted token that should have had counts. Either ranks reported tokens, or busy
-        ranks did not report theirs and no token has ever been counted. Of ranks that see the same tokens, only the
-        first may count them, so a step is not empty if the first rank was idle.
+        Number of steps since the last counted token whose counts should not have been zero. Either ranks reported that
+        they had tokens, or busy ranks did not report their tokens and no token has ever been counted. Only the first
+        rank of each token group is considered, because it may be the only rank that counts the group's tokens.
     tokens_uncounted
-        True if ranks reported tokens in one of these steps.
+        True if ranks reported tokens in any of these steps.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
@@ -310,7 +311,7 @@ class PendingSteps:
     def add(
         self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]] | None
     ) -> list[_Step]:
-        """Add one rank's report. Steps that the rank has reported before and dropped steps are ignored.
+        """Add one rank's report, ignoring dropped steps and steps that the rank has already reported.
 
         Parameters
         ----------
@@ -319,12 +320,13 @@ class PendingSteps:
         report
             Heat report of at most ``capacity`` steps.
         targets_LED
-            Ranks that received the rank's own tokens in turn; ``None`` if the report counts tokens by slot.
+            For each expert, the ranks that received this rank's tokens in turn; ``None`` if the report counts tokens by
+            slot.
 
         Returns
         -------
         list of _Step
-            Steps that this report completed, without dummies.
+            Steps that this report completed, except dummy steps.
         """
         self._end_R[rank] = report.first_step + report.steps
         if self._end_R.max() <= self._last_dropped + 1:
@@ -332,7 +334,7 @@ class PendingSteps:
             self._last_dropped = -1
             self._last_completed = None
         completed = []
-        # Keep one tuple for equal epochs, so that ``_Step.add`` can compare identities.
+        # Reuse one tuple for equal epochs, so that ``_Step.add`` can compare by identity.
         if self._epochs != report.layer_epochs:
             self._epochs = report.layer_epochs
         counts_TLX = report.source_counts_TLE if report.slot_counts_TLS is None else report.slot_counts_TLS
@@ -356,15 +358,15 @@ class PendingSteps:
         return rank, int(self._end_R[rank])
 
     def behind(self, steps: int) -> tuple[list[int], int]:
-        """Return the ranks that are more than ``steps`` steps behind the fastest rank, and the largest delay."""
+        """Return the ranks that are more than ``steps`` steps behind the fastest rank, and the largest lag."""
         late_R = int(self._end_R.max()) - self._end_R
         return np.flatnonzero(late_R > steps).tolist(), int(late_R.max())
 
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
-        """Return True if a report would push out steps that a slower rank may still report.
+        """Return True if a report would evict pending steps that a slower rank may still report.
 
-        This applies only if the report continues the rank's previous one, as in a backlog. The slower ranks cannot
-        catch up with a jump ahead, and a rank with a wrong step number must not block its own later reports.
+        The result is True only if the report continues the rank's previous one, as in a backlog. After a jump ahead,
+        slower ranks cannot catch up, and a rank with a wrong step number must not block its own later reports.
         """
         before = int(self._end_R[rank])
         end = report.first_step + report.steps
@@ -376,7 +378,7 @@ class PendingSteps:
         return end - self._capacity > max(slowest, min(self._steps))
 
     def _begin(self, number: int, *, by_slot: bool) -> _Step:
-        """Start a pending step and drop the steps that exceed the capacity."""
+        """Add a pending step and drop the oldest steps beyond the capacity."""
         step = _Step(number, self._epochs, self._shape, by_slot=by_slot)
         self._steps[number] = step
         self._last_dropped = max(self._last_dropped, number - self._capacity)
@@ -400,14 +402,14 @@ class PendingSteps:
 
 @dataclass(frozen=True)
 class RememberedHeat:
-    """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run in another thread.
+    """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run in a different thread.
 
     Parameters
     ----------
     rows
         Heat of each step in order, int32 ``[L, E]``; never modified.
     shape
-        L and E.
+        L and E, the number of layers and of experts.
     sources
         Source heat of each rank; empty if not all ranks report it. Never modified.
     """
@@ -431,8 +433,8 @@ class RememberedHeat:
 class HeatAssembler:
     """Sliding window of one deployment's heat.
 
-    A step enters the window when ``put_together`` processes it. A long report can complete many steps at once, so this
-    can be done in portions.
+    A step enters the window when ``put_together`` processes it. A long report can complete many steps at once, so they
+    can be processed in batches.
 
     Parameters
     ----------
@@ -441,24 +443,25 @@ class HeatAssembler:
     window_steps
         Number of steps in the window.
     pending_steps
-        Maximum number of steps that the fastest rank may be ahead of the slowest, and of steps per report.
+        Maximum number of steps that the fastest rank may be ahead of the slowest. It is also the maximum number of
+        steps in a report.
     token_groups_R
         int32 ``[R]``, token group of each rank. Ranks of a group see the same tokens. By default, each rank is its own
         group.
     phase
-        Steps that enter the window: ``"prefill"`` if at least one rank prefills, ``"decode"`` if no rank does, or
-        ``"all"``.
+        Steps that enter the window: ``"prefill"`` for steps in which at least one rank prefills, ``"decode"`` for steps
+        in which no rank does, or ``"all"``.
 
     Attributes
     ----------
     assembled
         Number of steps that have ever entered the window.
     passed_over
-        Number of the newest consecutive steps that were of the other phase.
+        Number of consecutive steps, up to the newest one, that were skipped because they were not in ``phase``.
     misrouted_steps
-        Number of steps since the last switch with tokens in slots that no rank's table contains.
+        Number of steps since the last switch in which slots that no rank's table contains received tokens.
     misrouted
-        Rank, layer and slot of the latest such count; ``None`` if there was no such count.
+        Rank, layer and slot of the latest such case; ``None`` if there was no such case.
     placements
         Placements and tables by epoch.
     pending
@@ -497,7 +500,7 @@ class HeatAssembler:
 
     @property
     def counted(self) -> StepCounts:
-        """Completed and lost steps so far. A lost step was reported too late or under different placements."""
+        """Numbers of completed and lost steps so far. Lost steps were reported late or under different placements."""
         return StepCounts(self.pending.completed, self.pending.lost)
 
     @property
@@ -511,10 +514,10 @@ class HeatAssembler:
         return len(self._completed)
 
     def take(self, rank: int, report: HeatReport) -> StepCounts:
-        """Add one rank's report and return the number of steps that it completed and of steps lost before them.
+        """Add one rank's report and return the number of steps that it completed and the number lost before them.
 
-        A report with an unknown epoch is ignored, so its steps will count as lost. Completed steps enter the window
-        first, so that memory is bounded.
+        A report with an unknown epoch is ignored, so its steps will count as lost. Steps that were already complete
+        enter the window first, which bounds the memory.
         """
         self.put_together()
         if not self.placements.knows(report.layer_epochs):
@@ -533,11 +536,11 @@ class HeatAssembler:
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
     def put_together(self, most: int | None = None) -> None:
-        """Move completed steps into the window, oldest first; at most ``most`` steps if it is given."""
+        """Move completed steps into the window, oldest first; ``most`` is the maximum number of steps to move."""
         for _ in range(len(self._completed) if most is None else min(most, len(self._completed))):
             step = self._completed.popleft()
             cells_LRS = self.placements.cells(step.epochs, self._shape.experts)
-            # The epochs are unknown only if a layer has switched several times since the step was reported.
+            # An epoch is unknown only if a layer has switched several times since the step was reported.
             if cells_LRS is not None:
                 self._append(step, *step.heat_and_loads(cells_LRS, self._shape.experts))
 
@@ -549,26 +552,26 @@ class HeatAssembler:
     def step_times(self, layer_epochs: Sequence[int]) -> StepTimes:
         """Return the times of the window's steps; NaN for steps before the latest switch.
 
-        ``layer_epochs`` are the current epochs.
+        ``layer_epochs`` is the current epoch of each layer.
         """
         rows = self._rows()
         current_T = self._current(rows, layer_epochs).all(axis=1)
         return StepTimes(np.where(current_T, self._us_W[rows], np.nan), self._tokens_W[rows])
 
     def served_times(self, newest: int) -> StepTimes:
-        """Return the times of the ``newest`` steps, under any placement."""
+        """Return the times of the ``newest`` steps, regardless of their placement."""
         rows = self._rows(newest)
         return StepTimes(self._us_W[rows], self._tokens_W[rows])
 
     def served_steps(self, newest: int | None = None) -> ServedSteps:
-        """Return the measurements of the window's steps, or of the ``newest`` steps, under any placement."""
+        """Return the measurements of the window's steps, or of the ``newest`` ones, regardless of their placement."""
         rows = self._rows(newest)
         return ServedSteps(
             self._steps_W[rows], self._us_W[rows], self._choices_W[rows], self._slowest_W[rows]
         )
 
     def load_sums(self, newest: int) -> tuple[int, Float64]:
-        """Return the number of steps and each rank's tokens in the ``newest`` steps, summed, float64 ``[L, R]``."""
+        """Return the number of steps summed and each rank's tokens over the ``newest`` steps, float64 ``[L, R]``."""
         sums_LR = np.zeros((self._shape.layers, self._shape.ranks))
         loads = list(self._loads)[-newest:]
         for loads_LR in loads:
@@ -576,20 +579,20 @@ class HeatAssembler:
         return len(loads), sums_LR
 
     def served_par(self, newest: int) -> Float64:
-        """Return the PAR of the ``newest`` steps under any placement, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of the ``newest`` steps under their own placements, float64 ``[T, L]``; NaN without tokens."""
         return self._par_WL[self._rows(newest)]
 
     def newest_par(self, since: int, layer_epochs: Sequence[int]) -> Float64:
-        """Return the PAR of the steps after the first ``since`` assembled ones, float64 ``[T, L]``, oldest first.
+        """Return the PAR of the steps assembled after the first ``since`` ones, float64 ``[T, L]``, oldest first.
 
-        It is NaN for layers without tokens and for epochs other than the current ``layer_epochs``. Steps that have
-        already left the window are missing.
+        It is NaN for layers without tokens and for layers whose epoch differed from ``layer_epochs``, the current
+        epochs. Steps that have already left the window are omitted.
         """
         rows = self._rows(self.assembled - since)
         return np.where(self._current(rows, layer_epochs), self._par_WL[rows], np.nan)
 
     def newest_heat(self, since: int) -> Int32:
-        """Return the heat of the steps after the first ``since`` assembled ones, int32 ``[T, L, E]``, oldest first."""
+        """Return the heat of the steps assembled after the first ``since`` ones, int32 ``[T, L, E]``, oldest first."""
         newest = min(self.assembled - since, self.steps)
         return np.stack([self._heat[index] for index in range(-newest, 0)])
 
@@ -599,7 +602,7 @@ class HeatAssembler:
         return np.arange(self.assembled - steps, self.assembled) % len(self._steps_W)
 
     def _current(self, rows: _Cells, layer_epochs: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return the mask of steps and layers with the given epochs, bool ``[T, L]``."""
+        """Return a mask of the steps and layers with the given epochs, bool ``[T, L]``."""
         current_TL: npt.NDArray[np.bool_] = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
         return current_TL
 
@@ -621,7 +624,10 @@ class HeatAssembler:
         self.assembled += 1
 
     def _note_misrouted(self, step: _Step) -> None:
-        """Count the step if slots outside of all tables received tokens: the host ignores its tables."""
+        """Count the step as misrouted if slots that no table contains received tokens.
+
+        Such tokens mean that the host ignores its tables.
+        """
         if len(step.counts) == 2:
             return
         if step.epochs != self._misrouted_epochs:
@@ -634,10 +640,10 @@ class HeatAssembler:
             self.misrouted_steps += 1
 
     def _note_empty(self, step: _Step, tokens_G: npt.NDArray[np.int64], loads_LR: Int32) -> None:
-        """Count the step as empty if it has no counted token and the ranks were not simply idle.
+        """Count the step as empty if no token was counted even though the ranks do not seem to have been idle.
 
-        Some hosts call the agent in the same way when they are idle, so idle steps carry no label. Once the counters
-        have counted a token, zeros mean that there were no tokens, unless a rank reports some.
+        Some hosts call the agent in the same way when they are idle, so their idle steps are not marked as dummies.
+        Once any token has been counted, zero counts mean that there were no tokens, unless a rank reports tokens.
         """
         if loads_LR.any():
             self._has_counted = True

@@ -6,14 +6,14 @@ import enum
 
 
 class StepPhase(enum.IntEnum):
-    """Phase of a step on one rank. The numbers are those of the wire format."""
+    """Phase of a step on one rank. The values are the ones in the wire format."""
 
     PREFILL = 1
     DECODE = 2
     DUMMY = 3
     """The rank had no tokens."""
     MIXED = 4
-    """Some of the rank's requests were in prefill, others in decode."""
+    """Some of the rank's requests were in prefill and others in decode."""
 
     @property
     def prefills(self) -> bool:

@@ -1,4 +1,4 @@
-"""Step times and source heat of a window: wall time and tokens by step, and tokens by source rank."""
+"""Step times and source heat of a window: wall time and tokens per step, and tokens per source rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from eplb_core.wire.heat import HeatReport
 
 HeatPhase: TypeAlias = Literal["all", "prefill", "decode"]
-"""Phase of the steps whose heat is planned for."""
+"""Phase of the steps that the planner optimises for."""
 
 RankSums: TypeAlias = tuple[npt.NDArray[np.float32], float]
-"""One rank's tokens by expert, ``[L, E]``, and the number of steps that they represent. Replaced, never modified."""
+"""One rank's tokens by expert, ``[L, E]``, and the number of steps that they represent. They are replaced, never
+modified."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,18 @@ class StepTimes:
 
     @property
     def served_T(self) -> npt.NDArray[np.bool_]:
-        """Mask of the steps with a known time that did not wait for requests, bool ``[T]``; see ``served_steps``."""
+        """Mask, bool ``[T]``, of the steps with a known time that did not wait for requests; see ``served_steps``."""
         return served_steps(self.us_T)
 
     @property
     def mean_us(self) -> float | None:
-        """Mean time of these steps in microseconds; ``None`` if there are no such steps."""
+        """Mean time of the steps in ``served_T``, in microseconds; ``None`` if there are no such steps."""
         served_T = self.served_T
         return float(self.us_T[served_T].mean()) if served_T.any() else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean tokens of these steps; ``None`` if some are unknown."""
+        """Mean tokens per step in ``served_T``; ``None`` if there are no such steps or some counts are unknown."""
         tokens = self.tokens_T[self.served_T]
         return float(tokens.mean()) if tokens.size and np.isfinite(tokens).all() else None
 
@@ -63,7 +64,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """Measurements of T steps in order, under any placement.
+    """Measurements of T steps in order, regardless of their placement.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ class ServedSteps:
         return len(self.step_T)
 
     def followed_by(self, later: ServedSteps, most: int) -> ServedSteps:
-        """Append the steps of ``later`` that are newer than these, and keep the newest ``most`` steps."""
+        """Return these steps followed by the newer steps of ``later``, limited to the newest ``most`` steps."""
         last = self.step_T[-1] if self.steps else -math.inf
         new_T = later.step_T > last
         pairs = [
@@ -111,7 +112,7 @@ class SourceHeat:
     ranks
         Number of ranks.
     window_steps
-        Time constant: steps after which a step's weight has fallen to 1/e.
+        Time constant: number of steps after which a step's weight has fallen to 1/e.
     """
 
     def __init__(self, ranks: int, window_steps: int) -> None:
@@ -126,7 +127,7 @@ class SourceHeat:
         rank
             Rank that sent the report.
         report
-            Heat report. Sums over several steps are used only if all the steps are of ``phase``.
+            Heat report. A sum over several steps is used only if all of them are in ``phase``.
         phase
             Phase of the steps to add.
         """
@@ -149,6 +150,6 @@ class SourceHeat:
             self._sums_R[rank] = sums_LE, decay * steps + new_steps
 
     def by_rank(self) -> tuple[RankSums, ...]:
-        """Return the sums of all ranks, in order of rank; empty if a rank has not reported source heat."""
+        """Return the sums of all ranks in rank order; empty if any rank has not reported source heat."""
         reported = tuple(sums for sums in self._sums_R if sums is not None)
         return reported if len(reported) == len(self._sums_R) else ()

@@ -12,11 +12,11 @@ Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
 """Whole or fractional tokens: int32, int64 or float64. The suffix of a variable's name gives the dimensions."""
 
 _MAX_TOKENS = 2.0**53
-"""Largest sum of tokens that float64 represents exactly."""
+"""Largest total number of tokens that float64 represents exactly."""
 
 
 class HeatError(ValueError):
-    """Heat that cannot be used. The message gives the value, its position and the requirement."""
+    """Invalid heat. The error message gives the value, its position and the requirement."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Window:
 def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
     """Validate heat, ``[T, L, E]``, and return it in a type and layout that kernels can read.
 
-    The array is copied only if its type or layout requires it. Raises ``HeatError``, with the first invalid value, if
-    this is not heat.
+    The array is copied only if its type or layout requires it. Raises ``HeatError`` if the heat is invalid; the error
+    message gives the first invalid value.
     """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:
@@ -101,7 +101,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
             "it must be finite and at least 0"
         )
-    # An exact sum is needed only if the largest value, times the number of values, exceeds the limit.
+    # Sums are computed only if the largest value, times the number of values per layer, exceeds the limit.
     largest = float(heat.max()) if heat.size else 0.0
     could_overflow = largest * heat.shape[0] * heat.shape[2] > _MAX_TOKENS
     if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MAX_TOKENS:
@@ -110,7 +110,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
 
 
 def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Return heat of a float type as float64 and heat of an integer type as int64."""
+    """Return floating-point heat as float64 and integer heat as int64."""
     return _for_kernels(heat, np.float64 if heat.dtype.kind == "f" else np.int64)
 
 
@@ -124,8 +124,8 @@ def _is_valid(heat: npt.NDArray[Any]) -> bool:
 
 
 def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """Return the array itself if it has this type and is contiguous, aligned and writable, else such a copy.
+    """Return the array itself if it has this type and is contiguous, aligned and writable, or else a copy that is.
 
-    Kernels would be compiled once more for arrays that are read-only, such as a memory-mapped file.
+    Read-only arrays, such as memory-mapped files, would cause kernels to be compiled a second time.
     """
     return np.require(heat, dtype=kind, requirements=["C", "A", "W"])

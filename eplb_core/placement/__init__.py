@@ -1,4 +1,4 @@
-"""Placements of experts in slots: validation, tables, digests and the peak-to-average ratio. Requires numpy only."""
+"""Placements of experts in slots: validation, tables, digests and the peak-to-average ratio. Requires only numpy."""
 
 from eplb_core.placement.foreign import EMPTY, as_served, checked_foreign, repaired
 from eplb_core.placement.par import Float64, mean_par, par, peak_par, step_par

@@ -1,12 +1,13 @@
-"""Placements that another balancer made, taken as a starting point.
+"""Repair of placements from other balancers, so that they can serve as a starting point.
 
-Engines' own balancers may place an expert twice on one rank, mark a slot as empty with -1, or use another number of
-slots per rank. Such a placement can serve, but this project does not deploy it. It is repaired instead:
+An engine's own balancer may place an expert twice on one rank, mark a slot as empty with -1, or use a different number
+of slots per rank. The engine can serve such a placement, but this project does not deploy it. The placement is
+repaired instead:
 
-- An expert's second slot on the same rank gains nothing, so the slot is refilled.
-- An empty slot is filled. Its new expert must be sent, so filling it counts as a move.
-- If the number of slots per rank changes, slot ``s`` of a rank stays slot ``s``. New slots are empty, and slots beyond
-  the new number are dropped with their experts.
+- A second slot for the same expert on one rank has no benefit, so it is refilled with a different expert.
+- An empty slot is filled. The new expert's weights must be transferred, so filling the slot counts as a move.
+- If the number of slots per rank changes, slot ``s`` of a rank stays slot ``s``. Additional slots start out empty, and
+  surplus slots are dropped with their experts.
 
 References
 ----------
@@ -22,7 +23,7 @@ from eplb_core.placement.placement import Placement
 from eplb_core.placement.tables import Int32, PlacementError, check_shape
 
 EMPTY = -1
-"""Marks a slot without an expert."""
+"""Marker for a slot without an expert."""
 
 
 def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
@@ -43,7 +44,7 @@ def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
     Raises
     ------
     PlacementError
-        If the array has another shape or type, an expert does not exist, or an expert is in no slot.
+        If the array has the wrong shape or type, an expert does not exist, or an expert is not in any slot.
     """
     raw = np.asarray(phy2log)
     if raw.ndim != 3 or 0 in raw.shape:
@@ -66,7 +67,7 @@ def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
 
 
 def without_duplicates(phy2log_LRS: Int32) -> Int32:
-    """Return a copy in which only the first slot of an expert on each rank is kept, and the others are empty."""
+    """Return a copy that keeps only the first slot of each expert on each rank and marks its other slots as empty."""
     first_LRS: Int32 = phy2log_LRS.copy()
     for slot in range(1, phy2log_LRS.shape[2]):
         duplicate_LR = (phy2log_LRS[:, :, :slot] == phy2log_LRS[:, :, slot : slot + 1]).any(axis=2)
@@ -86,7 +87,7 @@ def repaired(
     experts
         E, logical experts per layer.
     slots
-        Slots per rank of the result.
+        Number of slots per rank in the result.
     heat_LE
         ``[L, E]``, tokens of each expert; uniform by default. Empty slots are filled with the experts whose replicas
         are hottest.
@@ -94,7 +95,7 @@ def repaired(
     Returns
     -------
     Placement
-        The same placement if it needs no repair.
+        The repaired placement, which equals the input if no repair is needed.
 
     Examples
     --------
@@ -117,9 +118,9 @@ def repaired(
 
 
 def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
-    """Fill all empty slots of a layer in place, first with the experts that are in no slot, hottest first."""
+    """Fill all empty slots of a layer in place, starting with the experts that have no slot, hottest first."""
     replicas_E = np.bincount(phy2log_RS[phy2log_RS >= 0], minlength=heat_E.size)
-    # Without tokens, every expert still has a small weight, so experts with fewer replicas count as hotter.
+    # The small extra weight makes an expert with fewer replicas count as hotter, even if no expert has tokens.
     weight_E = heat_E + 1e-9 * max(float(heat_E.sum()), 1.0)
     for expert in sorted(np.flatnonzero(replicas_E == 0), key=lambda e: (-weight_E[e], e)):
         rank, slot = _slot_for(phy2log_RS, replicas_E, weight_E)
@@ -138,7 +139,7 @@ def _complete(phy2log_RS: Int32, heat_E: npt.NDArray[np.float64]) -> None:
 def _slot_for(
     phy2log_RS: Int32, replicas_E: npt.NDArray[np.int64], weight_E: npt.NDArray[np.float64]
 ) -> tuple[int, int]:
-    """Choose a slot for an expert without one: an empty slot of the coolest rank, or else the coolest spare replica."""
+    """Choose a slot for an expert without one: an empty slot on the coolest rank, or else the coolest spare replica."""
     per_replica_E = weight_E / np.maximum(replicas_E, 1)
     load_RS = np.where(phy2log_RS >= 0, per_replica_E[phy2log_RS], 0.0)
     empty_RS = phy2log_RS == EMPTY
@@ -151,9 +152,10 @@ def _slot_for(
 
 
 def as_served(phy2log_LRS: Int32, experts: int) -> Placement:
-    """Return another balancer's placement with its duplicates, to compute the rank loads that it causes.
+    """Return another balancer's placement without removing its duplicates, to compute the resulting rank loads.
 
-    An empty slot counts as another slot of an expert of its rank. The result is not validated and must not be deployed.
+    An empty slot counts as an additional slot for an expert on the same rank. The result is not validated and must not
+    be deployed.
     """
     served_LRS = phy2log_LRS.copy()
     for served_RS in served_LRS:

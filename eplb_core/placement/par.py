@@ -1,7 +1,7 @@
 """Peak-to-average ratio (PAR): the load of the hottest rank divided by the mean load. A perfect balance has PAR 1.0.
 
 PAR is computed for each step, or for each episode (several steps summed), and averaged over the steps with tokens. The
-PAR of a step or layer without tokens is NaN, and means ignore it.
+PAR of a step or layer without tokens is NaN and is ignored in means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-"""A float64 array. The end of the variable's name gives its dimensions."""
+"""A float64 array. The suffix of a variable's name gives its dimensions."""
 
 
 def step_par(loads: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
@@ -29,7 +29,7 @@ def step_par(loads: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float
 
 
 def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Float64:
-    """Return the PAR from the maximum and the sum of the rank loads; NaN without tokens.
+    """Compute the PAR from the maximum and the sum of the rank loads; NaN if there are no tokens.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Fl
 
 
 def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
-    """Return the mean PAR of each layer over its steps with tokens, float64 ``[L]``; NaN if it has no such step.
+    """Return the mean PAR of each layer over its steps with tokens, float64 ``[L]``; NaN without such steps.
 
     Parameters
     ----------
@@ -57,16 +57,16 @@ def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float6
 
 
 def mean_par(par: Float64, axis: int | None = None, weights: npt.ArrayLike = 1.0) -> Float64:
-    """Return the mean of the PARs that are not NaN; NaN if all are.
+    """Return the mean of the PARs that are not NaN, or NaN if all of them are NaN.
 
     Parameters
     ----------
     par
         PARs of any shape.
     axis
-        Axis of the mean; by default all axes.
+        Axis to average over; all axes by default.
     weights
-        Weights that broadcast against ``par``, such as the number of steps behind each row.
+        Weights that broadcast against ``par``, such as the number of steps in each row.
 
     Examples
     --------

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 _MAX_LAYERS = 4
-"""Staging holds at most the slots of this many layers."""
+"""Maximum size of a staging buffer, as a multiple of a rank's slots in one layer."""
 
 
 def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
-    """Return the number of experts that a rank's staging holds.
+    """Return the number of experts that fit in a rank's staging buffer.
 
     Parameters
     ----------
@@ -19,7 +19,7 @@ def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
     bytes_per_expert
         Size of an expert in one layer, in bytes.
     max_bytes
-        Upper bound on the staging, in bytes. Staging never holds more than four layers' slots.
+        Upper bound on the size of the staging buffer, in bytes. The buffer is never larger than four layers' slots.
 
     Examples
     --------
@@ -32,24 +32,25 @@ def staging_rows(slots: int, bytes_per_expert: int, max_bytes: int) -> int:
 def part_end(moved_LC: npt.NDArray[np.integer], first: int, rows: int) -> int:
     """Return the end (exclusive) of the part that begins with layer ``first`` of a plan.
 
-    The part includes layers as long as no rank receives or sends more than ``rows`` experts in total. Arrivals are
-    limited by the staging. Sends are limited because one busy sender would keep all other ranks waiting. A part has at
-    least one layer, even if that layer alone exceeds the limit. All ranks compute the same parts because the arguments
-    are the same on all of them.
+    Layers are added to the part as long as no rank receives or sends more than ``rows`` experts in total. The experts
+    that a rank receives must fit in its staging buffer. The experts that it sends are limited because one busy sender
+    would keep all other ranks waiting. A part has at least one layer, even if that layer exceeds the limit. All ranks
+    compute the same parts because they use the same arguments.
 
     Parameters
     ----------
     moved_LC
-        Experts that move in each layer, in the plan's order, integers ``[layers, C]``: one column for the experts that
-        each rank receives, and one for those that it sends.
+        Number of experts that move in each layer, in the plan's order, integers ``[layers, C]``. Each rank has one
+        column for the experts that it receives and one for the experts that it sends.
     first
         Index of the part's first layer in that order.
     rows
-        Experts that a rank's staging holds.
+        Number of experts that fit in a rank's staging buffer.
 
     Examples
     --------
-    Of three layers on two ranks, the first two fit in staging for two experts. The third begins the next part:
+    Three layers on two ranks, whose staging buffers have room for two experts. The first two layers form one part, and
+    the third begins the next:
 
     >>> moved_LC = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 2, 2, 0]])
     >>> part_end(moved_LC, 0, rows=2)

@@ -1,7 +1,7 @@
 """Placement of logical experts in slots, and the tables, maps and digests that follow from it.
 
-``phy2log_LRS`` is the placement. Only this module derives ``expert_map`` and the default ``log2phy`` from it, for the
-service, the agents and the tests. The end of a name gives the dimensions: L layers, R ranks, S slots per rank, E
+``phy2log_LRS`` is the placement. The service, the agents and the tests all use this module to derive ``expert_map`` and
+the default ``log2phy`` from it. The suffix of a name gives its dimensions: L layers, R ranks, S slots per rank, E
 logical experts.
 """
 
@@ -89,12 +89,12 @@ class Placement:
 
     @property
     def redundant(self) -> int:
-        """Number of redundant slots per layer: slots beyond one per expert."""
+        """Number of redundant slots per layer, which are the slots beyond one per expert."""
         return self.ranks * self.slots - self.experts
 
     @classmethod
     def linear(cls, layers: int, experts: int, ranks: int, slots: int) -> Placement:
-        """Return vLLM's initial placement: all experts in order, then further replicas from expert 0 on.
+        """Return vLLM's initial placement: all experts in order, then more replicas starting from expert 0.
 
         Parameters
         ----------
@@ -110,7 +110,7 @@ class Placement:
         Returns
         -------
         Placement
-            The placement, equal in all layers.
+            The placement, which is the same in all layers.
 
         Raises
         ------
@@ -163,13 +163,15 @@ class Placement:
         """
         tables: list[Int32] = []
         for layer, layer_RS in enumerate(self.phy2log_LRS):
-            # Layers of a linear placement are equal, so their tables are computed once.
+            # All layers of a linear placement are equal, so their tables are computed only once.
             is_repeated = layer > 0 and np.array_equal(layer_RS, self.phy2log_LRS[layer - 1])
             tables.append(tables[-1] if is_repeated else default_log2phy(layer_RS, self.experts, width))
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
-        """Replace some layers. Only these are validated, because ranks call this between two steps.
+        """Return a copy of the placement with some layers replaced.
+
+        Only the new layers are validated, to save time, because ranks call this between two steps.
 
         Parameters
         ----------
@@ -202,18 +204,18 @@ class Placement:
         return placement
 
     def check_log2phy(self, log2phy_RLE: Int32) -> None:
-        """Check that every entry of the tables is a slot that holds its expert.
+        """Check that every table entry points to a slot that holds its expert.
 
         Parameters
         ----------
         log2phy_RLE
-            int32 ``[R, L, E]``, the physical id to which each source rank sends its tokens of each expert. Dealing
-            tables are ``[R, L, E, D]``.
+            int32 ``[R, L, E]``, the physical id of the slot to which each source rank sends its tokens for each
+            expert. Dealing tables are ``[R, L, E, D]``.
 
         Raises
         ------
         PlacementError
-            If an entry does not fit; the message names the first one.
+            If an entry is invalid; the error message names the first invalid entry.
         """
         expected = (self.ranks, self.layers, self.experts)
         if log2phy_RLE.ndim not in (3, 4) or log2phy_RLE.shape[:3] != expected:
@@ -239,7 +241,7 @@ def apply_layers(
     placement
         Current placement.
     log2phy
-        int32 ``[R, L, E]`` or ``[R, L, E, D]``, current tables of all source ranks or of some.
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, current tables of some or all source ranks.
     changes
         Index, new placement (int32 ``[R, S]``) and new tables (int32 ``[R, E]`` or ``[R, E, D]``) of each layer.
 
@@ -266,7 +268,7 @@ def layer_digest(layer: int, phy2log_RS: Int32) -> int:
 
 
 def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
-    """Return a placement's fingerprint from its layers' fingerprints, so that a switch hashes only one layer."""
+    """Combine layer fingerprints into a placement's fingerprint, so that a switch only hashes the changed layer."""
     return array_digest(np.fromiter(layer_digests, dtype="<i8"), salt=f"placement of {experts}")
 
 
@@ -278,7 +280,7 @@ def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
     array
         Any array.
     salt
-        Text that is hashed too, so that equal arrays with different meanings get different fingerprints.
+        Text that is hashed as well, so that equal arrays with different meanings get different fingerprints.
     """
     text = f"{salt} {array.dtype.str} {array.shape} ".encode()
     digest = hashlib.blake2b(text + array.tobytes(), digest_size=8).digest()

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
-"""An int32 array. The end of the variable's name gives its dimensions."""
+"""An int32 array. The suffix of a variable's name gives its dimensions."""
 MAX_ENTRIES = 64
-"""Maximum entries per expert in a dealing table. Shares finer than 1/64 vanish in the noise of a step."""
+"""Maximum number of entries per expert in a dealing table. Shares finer than 1/64 are lost in a step's noise."""
 
 
 class PlacementError(ValueError):
-    """Invalid placement, table or list of moves. The message names the layer or slot and the reason."""
+    """Invalid placement, table or list of moves. The error message names the layer or slot and the reason."""
 
 
 def check_shape(experts: int, ranks: int, slots: int) -> None:
@@ -50,7 +50,7 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
     experts
         E, logical experts per layer.
     where
-        Name of the layer in messages.
+        Name of the layer in error messages.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
 
 
 def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, deals: bool = False) -> None:
-    """Raise ``PlacementError`` unless every entry of a layer's tables is a slot that holds its expert.
+    """Raise ``PlacementError`` unless every entry of a layer's tables points to a slot that holds its expert.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, 
     phy2log_RS
         int32 ``[R, S]``, a layer that has passed ``check_layer``.
     where
-        Name of the tables in messages. If there are several source ranks, the rank is added.
+        Name of the tables in error messages. With several source ranks, the rank is added to it.
     deals
         True if the tables have a last axis for entries.
     """
@@ -118,7 +118,7 @@ def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: i
     phy2log_RS
         int32 ``[R, S]``, the new placement of the layer.
     layer
-        Index of the layer, for messages.
+        Index of the layer, for error messages.
     """
     if table.shape != before.shape:
         raise PlacementError(
@@ -135,9 +135,9 @@ def expert_map(phy2log_S: Int32, experts: int) -> Int32:
 
 
 def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
-    """Return one layer's tables by the engines' fixed rule: source rank ``r`` uses replica ``r % k`` of k replicas.
+    """Return one layer's default tables: source rank ``r`` uses replica ``r % k`` of an expert's k replicas.
 
-    Replicas are numbered in order of their physical ids.
+    This is the engines' fixed rule. Replicas are numbered in the order of their physical ids.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
     experts
         E, logical experts per layer.
     width
-        D, entries per expert. Each rank deals to the replicas in turn, starting from replica ``r % k``.
+        D, entries per expert. Each rank deals tokens to the replicas in turn, starting from replica ``r % k``.
 
     Returns
     -------
@@ -177,14 +177,14 @@ def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
 
 
 def with_entries(log2phy: Int32, axes: int) -> Int32:
-    """Return a view of tables that always has a last axis for entries.
+    """Return a view of the tables with a last axis for entries, even if D is 1.
 
     Parameters
     ----------
     log2phy
         Tables with or without that axis.
     axes
-        Number of axes without it.
+        Number of axes without the axis for entries.
     """
     return log2phy[..., np.newaxis] if log2phy.ndim == axes else log2phy
 
@@ -200,7 +200,7 @@ def dealt_to(tokens: npt.NDArray[np.integer[Any]], entry: int, width: int) -> np
     Parameters
     ----------
     tokens
-        Tokens that a rank sends to an expert in a step, of any shape.
+        Number of tokens that a rank sends to an expert in a step; an array of any shape.
     entry
         Index of the entry, counted from 0.
     width

@@ -17,18 +17,18 @@ from eplb_core.wire.generated import agent_pb2
 MIN_HEARTBEAT_SECONDS = 0.05
 MAX_HEARTBEAT_SECONDS = 60.0
 MAX_BLOCKS = 8
-"""Maximum of ``Reporting.one_in``. With more, a window would contain too few reported blocks."""
+"""Maximum value of ``Reporting.one_in``. A larger value would leave too few reported blocks in a window."""
 MAX_REPORT_STEPS = 1 << 16
-"""Maximum steps of one heat report."""
+"""Maximum number of steps in one heat report."""
 
 
 def _at_least_one(value: int, _field: str, _sizes: fields.Sizes) -> int:
-    """Read 0 as 1, because peers of older releases do not send the field."""
+    """Treat 0 as 1, because peers that run older releases do not send the field."""
     return value or 1
 
 
 def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
-    """Clamp the interval between heartbeats, so that an agent neither busy-loops nor falls silent."""
+    """Clamp the heartbeat interval, so that an agent neither busy-loops nor falls silent."""
     if math.isnan(seconds):
         raise WireError(f"{field} is not a number")
     return min(max(seconds, MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
@@ -36,7 +36,7 @@ def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and properties that all ranks of a deployment have in common.
+    """Sizes and properties that all ranks of a deployment share.
 
     Parameters
     ----------
@@ -53,9 +53,10 @@ class Shape:
     width
         D, entries per expert in the dealing tables that the host reads. Tables with D = 1 have no axis for entries.
     rank_bound
-        True if experts cannot leave their ranks.
+        True if experts cannot move to a different rank.
     entry_by_row
-        True if the host chooses a token's entry by the token's row in the batch, instead of using entries in turn.
+        True if the host selects a token's table entry by the token's row in the batch instead of using the entries in
+        turn.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -71,12 +72,12 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by the names that annotations of other fields use."""
+        """Sizes, keyed by the names that field annotations use."""
         sizes = {name: getattr(self, name) for name in ("ranks", "layers", "experts", "slots")}
         return {**sizes, "entries": self.width}
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` if no placement can have these sizes, or tables would be too large."""
+        """Raise ``WireError`` if no placement can have these sizes or if the tables would be too large."""
         entries = self.ranks * self.layers * self.experts * self.width
         layer_entries = self.layers * max(self.experts, self.ranks)
         if entries > fields.MAX_TABLE_ENTRIES or layer_entries > fields.MAX_LAYER_ENTRIES:
@@ -104,9 +105,9 @@ class Hello:
     node
         Name of the rank's node.
     token_group
-        Group of ranks that see the same tokens.
+        Token group of the rank. Ranks of the same group see the same tokens.
     group_id
-        Random id of the EP group, drawn each time the ranks form one.
+        Random id of the EP group, generated each time the group forms.
     shape
         Sizes of the deployment.
     epoch
@@ -124,7 +125,7 @@ class Hello:
     highest_term
         Highest leader term that the rank has received.
     device
-        Torch's name of the rank's device; empty on a CPU.
+        PyTorch's name for the rank's device; empty on a CPU.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Hello
@@ -147,7 +148,7 @@ class Hello:
 
     @property
     def ep_size(self) -> int:
-        """R. The message has it outside the shape."""
+        """Number of ranks, R, which the message carries outside the shape."""
         return self.shape.ranks
 
     @property
@@ -169,12 +170,12 @@ class Hello:
 
 
 def mixed_releases(releases: Mapping[int, str]) -> str | None:
-    """Return a message that lists the ranks by their release of the agent; ``None`` if all run the same release.
+    """Return a message that lists the ranks by agent release, or ``None`` if all ranks run the same release.
 
     Parameters
     ----------
     releases
-        Release of the agent on each rank; empty if unknown.
+        Agent release of each rank; an empty string if unknown.
 
     Examples
     --------
@@ -196,16 +197,17 @@ def mixed_releases(releases: Mapping[int, str]) -> str | None:
 class Reporting:
     """Selection of the heat that agents report.
 
-    Steps are divided into blocks of ``report_steps``, counted from step 0, so blocks are the same on all ranks.
+    Steps are divided into blocks of ``report_steps``, counted from step 0, so the blocks are the same on all ranks.
 
     Parameters
     ----------
     source_sums
-        True to send source heat as one sum per report, if the host also counts tokens by slot.
+        True to send one sum of source heat per report instead of one count per step, if the host also counts tokens by
+        slot.
     one_in
-        Report one of this number of blocks, and drop the others.
+        Report one in ``one_in`` blocks and drop the others.
     report_steps
-        Steps per block; 0 for the number in the Welcome.
+        Steps per block; 0 to use the number from the Welcome.
 
     Examples
     --------
@@ -225,12 +227,12 @@ class Reporting:
 
 
 EVERYTHING = Reporting()
-"""Every step in full. Agents report this unless the service requests less."""
+"""Report every step in full. This is the default, unless the service requests less."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The service's answer to a Hello.
+    """The service's response to a Hello.
 
     Parameters
     ----------
@@ -243,7 +245,7 @@ class Welcome:
     heartbeat_seconds
         Interval between heartbeats.
     reporting
-        Selection of heat until the service sends another ``Reporting``.
+        Selection of heat to report until the service sends a new ``Reporting``.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Welcome
@@ -257,7 +259,7 @@ class Welcome:
 
 
 class PlanState(enum.IntEnum):
-    """State of a plan, or of one of its layers, on one rank. The numbers are those of the wire format."""
+    """State of a plan, or of one of its layers, on one rank. The values are the ones in the wire format."""
 
     ACCEPTED = 1
     REFUSED = 2
@@ -279,7 +281,7 @@ class CallOff:
     Parameters
     ----------
     plan_id
-        The plan.
+        Id of the plan.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.CallOff
@@ -289,16 +291,16 @@ class CallOff:
 
 @dataclass(frozen=True)
 class PlanStatus:
-    """A rank's report on a plan or one of its layers.
+    """Status of a plan or of one of its layers, as reported by a rank.
 
     Parameters
     ----------
     plan_id
-        The plan.
+        Id of the plan.
     state
         New state of the plan or layer.
     layer
-        The layer; 0 if the state concerns the whole plan.
+        Index of the layer; 0 if the state applies to the entire plan.
     reason
         Cause of a failure.
     epoch
@@ -312,7 +314,7 @@ class PlanStatus:
     commit_seconds
         Duration of the commit.
     step
-        Step boundary at which the state was reached.
+        Step boundary at which the plan or layer reached the state.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.PlanStatus
@@ -331,28 +333,28 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Regular message of a rank that shows that it is alive.
+    """Periodic message that shows that a rank is alive.
 
     Parameters
     ----------
     step
-        Step of the model.
+        Current step of the model.
     epoch
         Epoch of the rank's layout.
     digest
         Digest of the rank's placement.
     error
-        Reason why the rank does not take part in balancing at present; empty if it does.
+        Reason why the rank currently does not take part in balancing; empty if it does.
     calls
-        Calls of the agent by its host since the start.
+        Number of calls from the host to the agent since the start.
     call_micros
-        Total microseconds of these calls.
+        Total duration of these calls, in microseconds.
     vote_micros
-        Microseconds of them in votes.
+        Part of ``call_micros`` that was spent in votes.
     staging_bytes
-        Memory of the staging; ``None`` if not reported.
+        Size of the staging buffers, in bytes; ``None`` if not reported.
     ring_bytes
-        Memory in which the layers count heat; ``None`` if not reported.
+        Size of the ring buffers in which the layers count heat, in bytes; ``None`` if not reported.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Heartbeat
@@ -369,12 +371,12 @@ class Heartbeat:
 
 
 def decode_hello(message: agent_pb2.Hello) -> Hello:
-    """Return the Hello of an agent.
+    """Decode an agent's Hello.
 
     Raises
     ------
     ProtocolVersionError
-        If the agent uses another version of the protocol.
+        If the agent uses a different version of the protocol.
     WireError
         If a field is invalid.
     """
@@ -384,9 +386,9 @@ def decode_hello(message: agent_pb2.Hello) -> Hello:
 
 
 def decode_welcome(message: agent_pb2.Welcome) -> Welcome:
-    """Return the Welcome of a service, with ``heartbeat_seconds`` clamped to its bounds.
+    """Decode a service's Welcome, clamping ``heartbeat_seconds`` to its bounds.
 
-    The errors are those of ``decode_hello``.
+    Raises the same errors as ``decode_hello``.
     """
     _check_protocol(message.protocol_version, "the service")
     return decode(Welcome, message)

@@ -20,7 +20,7 @@ _OPTIONS = [
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this host can reach ``host:port``. Of all host names, only ``localhost`` counts.
+    """Return True if ``host:port`` is a loopback address. The only host name that counts as one is ``localhost``.
 
     Examples
     --------
@@ -41,13 +41,13 @@ class Security:
     Parameters
     ----------
     tls_ca
-        PEM file of the authority that signed the service's certificate; ``None`` for plain text.
+        PEM file of the authority that signed the service's certificate; ``None`` to connect in plain text.
     tls_cert
         PEM file of the caller's certificate, for mutual TLS.
     tls_key
         PEM file of the certificate's key.
     plaintext_token
-        True to allow sending a token in plain text to another host.
+        True to allow sending tokens to remote hosts in plain text.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class Security:
             )
 
     def check_token(self, address: str) -> None:
-        """Raise ``ValueError`` if others could read a token on its way to the service at ``address``."""
+        """Raise ``ValueError`` if a token would be sent to a remote ``address`` in plain text without permission."""
         if self.tls_ca is None and not self.plaintext_token and not is_loopback(address):
             raise ValueError(
                 f"a token for {address} would be sent in plain text; set tls_ca, or set plaintext_token if the network "

@@ -1,9 +1,9 @@
-"""Conversion between dataclasses and protobuf messages, packed integer arrays, and requests in parts.
+"""Conversion between dataclasses and protobuf messages, packing of integer arrays, and splitting of large requests.
 
-A dataclass names its message type as ``MESSAGE``, or is registered with ``register``. A field has the name that it has
-in the message, without the dimensions at its end. If the names differ, the field's annotation contains its path in the
-message as a string. Its other annotations check the value (``fields``). One loop over the fields encodes and decodes
-every dataclass.
+A dataclass declares its message type as ``MESSAGE`` or through ``register``. A dataclass field has the same name as its
+message field, apart from a dimension suffix such as ``_LRS``. If the names differ, a string annotation gives the path
+of the message field. Other annotations check the value (``fields``). The same generic code encodes and decodes every
+dataclass.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from eplb_core.wire.fields import MAX_BYTES, Check, Sizes, WireError, check_coun
 from eplb_core.wire.generated import agent_pb2, tensor_pb2
 
 PROTOCOL_VERSION = 4
-"""Version of the protocol between agent and service. Each side rejects a peer with another version."""
+"""Version of the protocol between agent and service. Each side rejects a peer with a different version."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a gRPC message, and of an array."""
+"""Maximum size of a gRPC message and of an array, in bytes."""
 
 PART_BYTES = 128 << 10
-"""Maximum data of one part of a request, in bytes."""
+"""Maximum amount of data in one part of a request, in bytes."""
 MAX_PART = PART_BYTES + 64
-"""Maximum bytes of a message that carries one part."""
+"""Maximum size of a message that carries one part, in bytes."""
 
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
-"""An array of any integer type. The end of the variable's name gives its dimensions."""
+"""An array of any integer type. The suffix of a variable's name gives its dimensions."""
 
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
@@ -54,27 +54,27 @@ _Value = TypeVar("_Value")
 
 
 def register(kind: type, message: type[Any]) -> None:
-    """Declare the message type of a dataclass that cannot name it as ``MESSAGE``.
+    """Register the message type of a dataclass that does not define ``MESSAGE``.
 
-    The planner's dataclasses cannot, because the planner does not import protobuf.
+    The planner's dataclasses need this because the planner does not import protobuf.
     """
     _MESSAGES[kind] = message
 
 
 def _message_type(kind: Any) -> Any:
-    """Return the message type of a dataclass; ``None`` if it has none."""
+    """Return the message type of a dataclass, or ``None`` if it does not have one."""
     return getattr(kind, "MESSAGE", None) or _MESSAGES.get(kind)
 
 
 def encode(value: Any, message: Any = None) -> Any:
-    """Return the message of a dataclass instance.
+    """Encode a dataclass instance as a message and return it.
 
     Parameters
     ----------
     value
         The instance.
     message
-        Empty message of another type to fill instead; it gets the fields that both have.
+        Empty message of a different type to fill instead. Only the fields that both types have are written.
 
     Examples
     --------
@@ -95,10 +95,10 @@ def encode(value: Any, message: Any = None) -> Any:
 
 
 def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: str | None = None) -> _Value:
-    """Return the dataclass instance of a message.
+    """Decode a message into a dataclass instance and return it.
 
-    Each field is checked by its annotations. If the dataclass has a method ``check``, it then checks the fields
-    against each other.
+    The annotations check each field. Then the dataclass's ``check`` method, if there is one, checks the fields against
+    each other.
 
     Parameters
     ----------
@@ -107,15 +107,15 @@ def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: s
     message
         The message.
     sizes
-        Sizes of the deployment. They also supply the fields that the message does not have. Once a decoded field has
-        ``sizes``, these are added for the fields after it.
+        Sizes of the deployment. A field that the message type does not have takes its value from them. If a decoded
+        field has a ``sizes`` attribute, its sizes are added before the next field is decoded.
     name
-        Name of the message in errors; by default from its type.
+        Name of the message in error messages; derived from its type by default.
 
     Raises
     ------
     WireError
-        If a value is invalid; the text names the field.
+        If a value is invalid; the error message names the field.
 
     Examples
     --------
@@ -148,13 +148,13 @@ class _Field:
     Parameters
     ----------
     name
-        Name of the field, or of a property that is only written.
+        Name of the field, or of a property, which is written but never read.
     hint
         Type of the field with its annotations; ``None`` for a property.
     message
         Message type.
     has_default
-        True if the field may be missing in the message type.
+        True if the field has a default, so the message type may omit it.
     """
 
     def __init__(self, name: str, hint: Any, message: type[Message], has_default: bool) -> None:
@@ -215,7 +215,7 @@ class _Field:
 
 @functools.cache
 def _fields(kind: Any, message: Any) -> tuple[_Field, ...]:
-    """Return the fields of a dataclass in order, then its properties for the remaining fields of the message."""
+    """Return the dataclass's fields in order, followed by its properties that match the remaining message fields."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [
         _Field(field.name, hints[field.name], message, _has_default(field))
@@ -233,7 +233,7 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return the type in a hint, its annotations, and True if the type may be ``None``."""
+    """Split a type hint into its type, its annotations, and a flag that is True if the value may be ``None``."""
     notes: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *annotations = get_args(hint)
@@ -246,14 +246,14 @@ def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
 
 
 def _to_wire(value: Any, notes: Sequence[Any]) -> Any:
-    """Return the value to send, as converted by the annotations with a method ``to_wire``."""
+    """Convert a value for sending, using each annotation that has a ``to_wire`` method."""
     for note in notes:
         value = note.to_wire(value) if hasattr(note, "to_wire") else value
     return value
 
 
 def _reader(hint: Any, notes: Sequence[Any]) -> Check:
-    """Return a function that applies the annotations' checks and converts the result to the type."""
+    """Return a function that applies the annotations' checks to a value and converts it to the hinted type."""
     steps: list[Check] = [note for note in notes if callable(note)]
     if _message_type(hint) is not None:
         steps.append(lambda value, field, sizes: decode(hint, value, sizes, field))
@@ -280,7 +280,7 @@ def _enum_member(kind: type[enum.Enum], value: int, field: str, _sizes: Sizes) -
 
 
 def _items(item: Check | None, values: Sequence[Any], field: str, sizes: Sizes) -> tuple[Any, ...]:
-    """Return a list as a tuple; ``item`` reads each element, and ``None`` leaves them unchanged."""
+    """Convert a list to a tuple. ``item`` reads each element; if it is ``None``, the elements stay unchanged."""
     if item is None:
         return tuple(values)
     return tuple(item(value, f"{field}[{number}]", sizes) for number, value in enumerate(values))
@@ -323,7 +323,7 @@ def unpack_placement(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) ->
 
 
 def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
-    """Pack an integer array in the narrowest type that can represent it, because most heat is small numbers.
+    """Pack an integer array in the narrowest type that fits its values, because most heat counts are small.
 
     Examples
     --------
@@ -338,7 +338,7 @@ def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
 
 
 def to_narrowest(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
-    """Return the code of the narrowest wire type that can represent an array, and a C-ordered array of that type."""
+    """Convert an array to the narrowest wire type that fits it, and return the type's code and the C-ordered array."""
     low = int(array.min()) if array.size else 0
     high = int(array.max()) if array.size else 0
     for code, dtype in _DTYPES.items():
@@ -349,16 +349,16 @@ def to_narrowest(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
 
 
 def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Int32:
-    """Unpack an array to int32. Needs at most ``MAX_MESSAGE_BYTES`` of memory, even if the sender declares more.
+    """Unpack an array to int32. This uses at most ``MAX_MESSAGE_BYTES`` of memory, even if the sender declares more.
 
     Parameters
     ----------
     packed
         The message.
     shape
-        Expected shape; ``None`` allows any length of an axis.
+        Expected shape; ``None`` allows any length for that axis.
     field
-        Name of the field in errors.
+        Name of the field in error messages.
 
     Raises
     ------
@@ -375,7 +375,7 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
 def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Integers:
     """Unpack an array without a copy. The result is read-only and keeps the integer type of the message.
 
-    The parameters and errors are those of ``unpack``.
+    The parameters and errors are the same as for ``unpack``, except that values may exceed int32.
     """
     if packed.dtype not in _DTYPES:
         raise WireError(f"{field}: unknown data type {packed.dtype}")
@@ -399,10 +399,11 @@ def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], 
 
 
 def in_parts(request: agent_pb2.ConnectRequest) -> Iterator[agent_pb2.ConnectRequest]:
-    """Yield a request unchanged if it is small enough for one message, and its parts in order if not.
+    """Yield the request itself if it fits in one message, or else its parts in order.
 
-    gRPC allocates memory for a message before the receiver can check it, so messages are small. Each part declares the
-    bytes that follow, so the receiver can reserve memory for all of them, or reject the request, at the first part.
+    gRPC allocates memory for a message before the receiver can check it, so large requests are split into small
+    messages. Each part declares how many bytes follow it. The receiver can therefore reserve memory for the entire
+    request, or reject it, when the first part arrives.
     """
     if request.ByteSize() <= PART_BYTES:
         yield request
@@ -415,7 +416,7 @@ def in_parts(request: agent_pb2.ConnectRequest) -> Iterator[agent_pb2.ConnectReq
 
 
 class Parts:
-    """A request whose parts are being received. ``size`` is the size of all its parts, in bytes.
+    """Incoming request that is assembled from its parts. ``size`` is its total size, in bytes.
 
     Parameters
     ----------
@@ -447,7 +448,7 @@ class Parts:
         self._data += part.data
 
     def request(self) -> agent_pb2.ConnectRequest:
-        """Assemble the request; raises ``WireError`` if the data is not a request, or is another part."""
+        """Assemble the request; raises ``WireError`` if the data is not a valid request or is itself a part."""
         try:
             request = agent_pb2.ConnectRequest.FromString(bytes(self._data))
         except DecodeError as error:

@@ -1,7 +1,7 @@
-"""Bounds of message fields, as annotations of the dataclass fields that hold their values.
+"""Bounds on message fields, expressed as annotations of the corresponding dataclass fields.
 
-An annotation is a check. It gets a value, the field's name and the deployment's sizes. It returns the value, or raises
-``WireError`` with the field's name. Names with control characters are rejected. Free text, such as a reason, is
+Each annotation is a function that takes a value, the field's name and the deployment's sizes. It returns the value, or
+raises ``WireError`` with the field's name. Names with control characters are rejected. Free text, such as a reason, is
 cleaned instead, because nothing depends on its content.
 """
 
@@ -16,40 +16,41 @@ MAX_EXPERTS = 4096
 MAX_RANKS = 4096
 MAX_SLOTS = 512
 MAX_TABLE_ENTRIES = 1 << 25
-"""Bound on ranks x layers x experts x table entries. DeepSeek-V3 on 320 ranks has 4.8 million with one entry each."""
+"""Bound on ranks x layers x experts x table entries. DeepSeek-V3 on 320 ranks has 4.8 million if D is 1."""
 MAX_LAYER_ENTRIES = 1 << 18
-"""Bound on layers x experts and on layers x ranks. The service stores both for every step of a window."""
+"""Bound on layers x experts and on layers x ranks. The service stores arrays of both sizes for every
+step of a window."""
 MAX_STEP = 1 << 48
-"""Step numbers and step counts wrap to 0 at this limit, after 8,900 years at 1,000 steps per second."""
+"""Step numbers and step counts wrap around to 0 at this limit, after 8,900 years at 1,000 steps per second."""
 MAX_VERSION = 1 << 62
 """Bound on epochs, plan ids and leader terms."""
 MAX_DIGEST = 1 << 63
 """Bound on digests. Ranks compare them as signed 64-bit integers."""
 MAX_BYTES = 1 << 50
-"""Bound on counts of bytes: a pebibyte."""
+"""Bound on byte counts: one pebibyte."""
 MAX_MICROS = 1 << 48
-"""Sums of microseconds wrap to 0 at this limit, after nine years."""
+"""Sums of microseconds wrap around to 0 at this limit, after nine years."""
 MAX_SECONDS = 1e7
-"""Bound on durations: four months."""
+"""Bound on durations in seconds: about four months."""
 MAX_TEXT = 256
-"""Maximum characters of a text."""
+"""Maximum length of a text field, in characters."""
 MAX_LINE = 4096
-"""Maximum characters of a line that a service writes for operators."""
+"""Maximum length of a line that a service writes for operators, in characters."""
 
 Sizes: TypeAlias = Mapping[str, int]
 """Sizes of the deployment by name, such as ``layers``. Fields of other messages must match them."""
 Check: TypeAlias = Callable[[Any, str, Sizes], Any]
-"""Checks a value; the arguments are the value, the field's name and the sizes."""
+"""Function that checks a value and returns it. Its arguments are the value, the field's name and the sizes."""
 
 _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class WireError(ValueError):
-    """Invalid message. The text names the field and the expected value."""
+    """Invalid message. The error message names the field and the expected value."""
 
 
 class ProtocolVersionError(WireError):
-    """Peer with another version of the protocol."""
+    """Peer that uses a different version of the protocol."""
 
 
 def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
@@ -79,7 +80,7 @@ def check_name(name: str, field: str, _sizes: Sizes | None = None) -> str:
 
 
 def printable(text: str, longest: int = MAX_TEXT) -> str:
-    r"""Return free text that is safe to print: cut to ``longest`` characters, with spaces for control characters.
+    r"""Make free text printable: truncate it to ``longest`` characters and replace control characters with spaces.
 
     Examples
     --------
@@ -110,7 +111,7 @@ def each(size: str | None, limit: int) -> Check:
     size
         Name of the size that the list's length must equal, such as ``"layers"``; ``None`` allows any length.
     limit
-        Exclusive upper bound of the integers.
+        Exclusive upper bound on the integers.
     """
 
     def check(values: Sequence[int], field: str, sizes: Sizes) -> Sequence[int]:
@@ -124,7 +125,7 @@ def each(size: str | None, limit: int) -> Check:
 
 
 class _Clean:
-    """Annotation of free text: ``printable`` cleans it when it is sent and when it is received."""
+    """Annotation for free text, which ``printable`` cleans when it is sent and when it is received."""
 
     def __call__(self, text: str, _field: str, _sizes: Sizes) -> str:
         return printable(text)
@@ -135,11 +136,11 @@ class _Clean:
 
 
 class _Wrapping:
-    """Annotation of counters that restart at 0 when they reach a limit.
+    """Annotation for counters that wrap around to 0 when they reach a limit.
 
-    Hosts own these counters, and overwritten memory can contain any number. Rejecting a number out of bounds would not
-    help, because the rank would reconnect with the same number. All ranks wrap in the same way, so equal numbers stay
-    equal.
+    Hosts own these counters, so memory corruption in a host can produce any number. Rejecting an out-of-range number
+    would not help, because the rank would reconnect with the same number. All ranks wrap in the same way, so equal
+    numbers stay equal.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Heat report of one rank over a few steps, from the agent's recorder to the service's window."""
+"""Heat reports, which carry one rank's counts for a few steps from the agent to the service's window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PHASES = frozenset(map(int, StepPhase))
 
 
 def _phases(phases: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
-    """Return one ``StepPhase`` per step, uint8 ``[T]``."""
+    """Validate the phases and return one ``StepPhase`` per step, uint8 ``[T]``."""
     if not 1 <= len(phases) <= sizes["most_steps"]:
         raise WireError(f"{field}: {len(phases)} steps; a report has 1 to {sizes['most_steps']}")
     if not _PHASES.issuperset(phases):
@@ -44,7 +44,7 @@ def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
     *axes
         Names of the sizes that give the shape.
     summands
-        Number of counts that are added up later. Each count is limited so that their sum fits in int32.
+        Function that returns how many counts will be summed. Each count is limited so that the sum fits in int32.
     """
 
     def check(packed: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Integers:
@@ -63,7 +63,7 @@ def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
 
 @dataclass(frozen=True)
 class HeatReport:
-    """One rank's counts of consecutive steps under one placement. A field is ``None`` if the host does not count it.
+    """One rank's counts for consecutive steps under one placement. Fields that the host does not count are ``None``.
 
     Parameters
     ----------
@@ -72,18 +72,20 @@ class HeatReport:
     layer_epochs
         Epoch of each layer's placement during the steps, ``[L]``.
     slot_counts_TLS
-        Tokens that the rank's slots received. If ``None``, they follow from the source counts and tables of all ranks.
+        Tokens that the rank's slots received. If ``None``, they are derived from the source counts and tables of all
+        ranks.
     phase_T
         ``StepPhase`` of each step.
     source_counts_TLE
-        The rank's tokens by logical expert, before dispatch. If several ranks see the same tokens, one of them counts
-        the tokens and the others report zeros.
+        The rank's tokens by logical expert, before dispatch. If several ranks see the same tokens, one of them reports
+        the counts and the others report zeros.
     tokens_T
-        The rank's tokens in each step, without padding. If several ranks see the same tokens, all except one report 0.
+        The rank's tokens in each step, without padding. If several ranks see the same tokens, all except one
+        report 0.
     dropped_steps
         Steps that the rank's agent has dropped since its Hello.
     source_sums_LE
-        Sum of ``source_counts_TLE`` over the steps, sent instead of it.
+        Sum of the source counts over the steps, sent instead of ``source_counts_TLE``.
     micros_T
         Wall time of each step in microseconds; 0 if unknown.
     """
@@ -127,7 +129,7 @@ class HeatReport:
 
 
 def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: int) -> HeatReport:
-    """Return the heat report of one rank. Its counts are read-only and keep the integer type of the message.
+    """Decode one rank's heat report. Its counts are read-only and keep the integer type of the message.
 
     Parameters
     ----------
@@ -136,12 +138,12 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
     shape
         Shape of the rank's deployment.
     most_steps
-        Maximum number of steps of a report.
+        Maximum number of steps in a report.
 
     Raises
     ------
     WireError
-        If a field is invalid or the report has too many steps; the text names the field.
+        If a field is invalid or the report has too many steps; the error message names the field.
     """
     sizes = {
         **shape.sizes,
@@ -155,6 +157,6 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
 
 
 def is_quick_to_decode(message: agent_pb2.HeatReport) -> bool:
-    """Return True if decoding takes less time than handing the message to another thread."""
+    """Return True if decoding the message is faster than handing it to another thread."""
     arrays = (message.slot_counts, message.source_counts, message.source_sums)
     return sum(len(array.data) for array in arrays) <= _SMALL_BYTES

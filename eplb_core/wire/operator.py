@@ -18,13 +18,13 @@ from eplb_core.wire.fields import WireError, check_count
 from eplb_core.wire.generated import operator_pb2, tensor_pb2
 
 MAX_PENDING_STEPS = 1 << 20
-"""Maximum steps that one rank may be ahead of another."""
+"""Maximum number of steps that one rank may be ahead of another."""
 MAX_WATCHED_ENTRIES = 1 << 23
-"""Maximum entries of all ranks' tables in a message to a watcher. Larger tables are not sent."""
+"""Maximum number of entries that all ranks' tables may have in a message to a watcher. Larger tables are not sent."""
 _MIN_SHOWN = -1e9
-"""Lower bound of numbers shown to operators, such as milliseconds, tokens per second or seconds since 1970."""
+"""Lower bound on numbers shown to operators, such as milliseconds, tokens per second or seconds since 1970."""
 _MAX_SHOWN = float(1 << 36)
-"""Upper bound of these numbers."""
+"""Upper bound on these numbers."""
 
 register(MovePrice, operator_pb2.MovePrice)
 register(Worth, operator_pb2.Worth)
@@ -32,10 +32,10 @@ register(LayerVerdict, operator_pb2.PastVerdict)
 
 
 class _ByLayer:
-    """Annotation of a plan's moves by layer, which are sent as a list."""
+    """Annotation for a plan's moves by layer, which are sent as a list."""
 
     def to_wire(self, moves: Mapping[int, Int32]) -> list[operator_pb2.LayerMoves]:
-        """Return the list to send, in order of layers."""
+        """Return the list to send, in layer order."""
         return [operator_pb2.LayerMoves(layer=layer, moves=pack(moves[layer])) for layer in sorted(moves)]
 
 
@@ -43,19 +43,19 @@ class _ByLayer:
 class PastPlan:
     """A past decision and the outcome of its plan.
 
-    It is sent as a ``PastPlan``, without ``solve_seconds`` and ``moves``, or as a ``MadeDecision``, without
-    ``leader_term`` and ``base_epoch``.
+    On the wire, it is either a ``PastPlan``, which omits ``solve_seconds`` and ``moves``, or a ``MadeDecision``, which
+    omits ``leader_term`` and ``base_epoch``.
 
     Parameters
     ----------
     plan_id
-        The plan; 0 if the decision did not lead to one.
+        Id of the plan; 0 if the decision did not lead to a plan.
     at
-        Time of the decision, or in the history the time of the plan's offer, in seconds since 1970.
+        Time of the decision, in seconds since 1970. In the history, it is the time when the plan was offered.
     outcome
         Outcome of the plan, such as ``done``; empty while it is in progress.
     reason
-        Cause, if the plan was not completed.
+        Reason, if the plan was not completed.
     committed
         Number of layers that were switched.
     verdicts
@@ -86,7 +86,7 @@ class PastPlan:
 
 @dataclass(frozen=True)
 class BalancePoint:
-    """Balance at one time. PARs are means over the layers with tokens, NaN if unknown.
+    """Balance at one point in time. PARs are means over the layers with tokens; they are NaN if unknown.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class BalancePoint:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Layout of a deployment as sent to watchers of its heat.
+    """Layout of a deployment, as sent to clients that watch its heat.
 
     Parameters
     ----------
@@ -129,9 +129,10 @@ class ServedModel:
     layer_epochs
         Epoch at which each layer last changed, ``[L]``.
     pending_steps
-        Maximum steps that the fastest rank may be ahead of the slowest, and maximum steps of a heat report.
+        Maximum number of steps that the fastest rank may be ahead of the slowest. It is also the maximum number of
+        steps in a heat report.
     log2phy_RLE
-        int32 ``[R, L, E]`` or ``[R, L, E, D]``, tables of all source ranks; ``None`` if they are not sent, because they
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, tables of all source ranks; ``None`` if they are not sent because they
         have more than ``MAX_WATCHED_ENTRIES`` entries.
     """
 
@@ -146,11 +147,11 @@ class ServedModel:
 
     @property
     def ranks(self) -> int:
-        """R. The message has it outside the shape."""
+        """Number of ranks, R, which the message carries outside the shape."""
         return self.shape.ranks
 
     def check(self, field: str) -> None:
-        """Raise ``WireError`` if a table's entry is a slot that does not hold its expert."""
+        """Raise ``WireError`` if a table entry points to a slot that does not hold its expert."""
         if self.log2phy_RLE is not None:
             _check_tables(self.placement, self.log2phy_RLE, field)
 
@@ -180,7 +181,7 @@ class SwitchedLayer:
 
 
 def encode_served(served: ServedModel) -> operator_pb2.ServedModel:
-    """Return the message, without tables if they are too large for it."""
+    """Encode a layout, omitting its tables if they are too large to send."""
     tables_RLE = served.log2phy_RLE
     is_large = tables_RLE is not None and tables_RLE.size > MAX_WATCHED_ENTRIES
     message: operator_pb2.ServedModel = encode(replace(served, log2phy_RLE=None) if is_large else served)
@@ -188,12 +189,12 @@ def encode_served(served: ServedModel) -> operator_pb2.ServedModel:
 
 
 def decode_served(message: operator_pb2.ServedModel) -> ServedModel:
-    """Return the layout; raises ``WireError`` if a field is invalid."""
+    """Decode a layout; raises ``WireError`` if a field is invalid."""
     return decode(ServedModel, message, {"ranks": message.ranks}, "served")
 
 
 def decode_switched(message: operator_pb2.SwitchedLayer, shape: Shape) -> SwitchedLayer:
-    """Return the switched layer of a deployment with this shape; raises ``WireError`` if a field is invalid."""
+    """Decode a switched layer of a deployment with this shape; raises ``WireError`` if a field is invalid."""
     switched = decode(SwitchedLayer, message, shape.sizes, "switched")
     try:
         placement = Placement(switched.phy2log_RS[None], shape.experts)
@@ -207,7 +208,7 @@ def decode_switched(message: operator_pb2.SwitchedLayer, shape: Shape) -> Switch
 def encode_placement(
     epoch: int, digest: int, placement: Placement, log2phy_RLE: Int32
 ) -> operator_pb2.GetPlacementResponse:
-    """Return the answer to a request for the current layout.
+    """Return the response to a request for the current layout.
 
     Parameters
     ----------
@@ -253,14 +254,15 @@ def _check_tables(placement: Placement, log2phy_RLE: Int32, field: str) -> None:
 
 
 def checked_answer(message: Any) -> Any:
-    r"""Return a service's answer after making it safe to show.
+    r"""Validate a service's response, make it safe to display, and return it.
 
-    Texts are cleaned for a terminal, in place. Names, numbers and placements are checked, also in inner messages.
+    Text fields are cleaned in place for display in a terminal. Names, numbers and placements are checked. Nested
+    messages are treated in the same way.
 
     Raises
     ------
     WireError
-        If a name, number or placement is invalid; the text names the field.
+        If a name, number or placement is invalid; the error message names the field.
 
     Examples
     --------
@@ -285,7 +287,7 @@ def checked_answer(message: Any) -> Any:
 
 
 def _clean_texts(message: Any, descriptor: Any, value: Any) -> None:
-    """Clean the text, or each text of a list, in one field of a message."""
+    """Clean one text field of a message, or each string of the field if it is a list."""
     if is_repeated(descriptor):
         value[:] = [fields.printable(text, fields.MAX_LINE) for text in value]
     else:
@@ -293,10 +295,10 @@ def _clean_texts(message: Any, descriptor: Any, value: Any) -> None:
 
 
 def as_document(message: Any) -> dict[str, Any]:
-    """Return a message as a dictionary for JSON that contains every field.
+    """Convert a message to a JSON-compatible dictionary that contains every field.
 
-    Inner messages become dictionaries, packed arrays nested lists, and digests hexadecimal text. 64-bit numbers remain
-    numbers. Absent messages and optional fields are ``None``.
+    Nested messages become dictionaries, packed arrays become nested lists, and digests become hexadecimal strings.
+    64-bit numbers remain numbers. Absent messages and absent optional fields are ``None``.
 
     Raises
     ------

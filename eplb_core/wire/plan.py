@@ -36,12 +36,12 @@ class RankLayer:
     phy2log_RS
         int32 ``[R, S]``, the new placement of the layer on all ranks.
     source_RS
-        int32 ``[R, S]``, the slot that each slot gets its weights from, numbered over all ranks. A slot that keeps its
-        weights has its own number.
+        int32 ``[R, S]``, for each slot, the physical id of the slot that its weights come from. A slot that keeps its
+        weights refers to itself.
     log2phy_E
         int32 ``[E]`` or ``[E, D]``, the receiving rank's new table.
     log2phy_digests
-        Digests of the tables of ranks that see the same tokens; see ``shared_digests``.
+        Table digest of each token group with several ranks; see ``shared_digests``.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class RankLayer:
 
     @cached_property
     def moves_M5(self) -> Int32:
-        """Moves of the layer in order of destination, int32 ``[M, 5]``.
+        """Moves of the layer in destination order, int32 ``[M, 5]``.
 
         The columns are source rank, source slot, destination rank, destination slot and expert.
         """
@@ -75,7 +75,7 @@ class RankLayer:
 
 
 def sources_of(moves_M5: Int32, ranks: int, slots: int) -> Int32:
-    """Return the ``source_RS`` of a layer's moves, int32 ``[R, S]``.
+    """Convert a layer's moves to ``source_RS`` and return it, int32 ``[R, S]``.
 
     Parameters
     ----------
@@ -112,9 +112,9 @@ class RankPlan:
     base_digest
         Digest of the placement that the plan changes.
     layers
-        Layers that change, in the order of their switches.
+        Layers that change, in the order in which they switch.
     digest
-        Fingerprint of the fields that are equal on all ranks, except ``leader_term``.
+        Fingerprint of the fields that are the same on all ranks. It does not cover ``leader_term``.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Plan
@@ -136,7 +136,7 @@ class RankPlan:
 
     @cached_property
     def moved_LC(self) -> npt.NDArray[np.int64]:
-        """Experts that each rank receives, then experts that each rank sends, per layer, int64 ``[layers, 2R]``."""
+        """Number of experts that each rank receives, then that each rank sends, per layer, int64 ``[layers, 2R]``."""
         moved = []
         for layer in self.layers:
             ranks = len(layer.source_RS)
@@ -153,7 +153,7 @@ def table_digest(log2phy_E: Int32) -> int:
 
 
 def sharing(token_groups: Sequence[int]) -> list[int]:
-    """Return the token groups with several ranks, in ascending order. The ranks of such a group must have equal tables.
+    """Return the token groups with several ranks, in ascending order. Ranks of the same group must have equal tables.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ def shared_digests(log2phy_RE: Int32, token_groups: Sequence[int]) -> tuple[int,
 
 
 def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
-    """Return the 63-bit fingerprint of a plan's content that the ranks must agree on, without each rank's table."""
+    """Return the 63-bit fingerprint of the plan content that all ranks must agree on, which excludes their tables."""
     facts = [plan_id, base_epoch, base_digest]
     for layer in layers:
         tables_G = np.array(layer.log2phy_digests, dtype="<u8")
@@ -195,13 +195,14 @@ def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[
 class SharedPlan:
     """One plan for all ranks, encoded once. The ranks' messages differ only in their tables.
 
-    Each message names the slots of all ranks, so the messages of all ranks together grow with the square of the number
-    of ranks. Only one is kept in memory. ``response`` copies a rank's tables into it when it is sent.
+    Each message lists the slots of all ranks, so the total size of all messages grows with the square of the number of
+    ranks. Therefore, only one message is kept in memory, and ``response`` overwrites its tables with those of the
+    requested rank.
 
     Parameters
     ----------
     plan
-        The plan as received by any rank.
+        The plan for any one of the ranks.
     tables
         Tables of all source ranks for each layer of the plan, int32 ``[R, E]`` or ``[R, E, D]``.
 
@@ -218,7 +219,7 @@ class SharedPlan:
         response = agent_pb2.ConnectResponse(plan=encode(plan))
 
         def filled_with(byte: bytes) -> npt.NDArray[np.uint8]:
-            """Return the message with this byte everywhere in its tables."""
+            """Return the message with every byte of its tables set to ``byte``."""
             for update, (code, narrow) in zip(response.plan.layers, narrow_tables, strict=True):
                 data = byte * narrow[0].nbytes
                 table = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=data)  # type: ignore[arg-type]
@@ -232,14 +233,14 @@ class SharedPlan:
 
     def response(self, rank: int) -> bytes:
         """Return the encoded ``ConnectResponse`` for one rank."""
-        # Each call overwrites the bytes of all tables, so nothing of another rank remains.
+        # Each call overwrites the bytes of all tables, so no data from a different rank remains.
         self._message[self._table_bytes] = self._tables_RB[rank]
         encoded: bytes = self._message.tobytes()
         return encoded
 
 
 def decode_plan(message: agent_pb2.Plan, shape: Shape) -> RankPlan:
-    """Return the plan that a rank received.
+    """Decode and validate the plan that a rank received, and return it.
 
     Checks that need the current placement or the token groups are left to the caller (``check_sources``).
 
@@ -254,7 +255,7 @@ def decode_plan(message: agent_pb2.Plan, shape: Shape) -> RankPlan:
     ------
     WireError
         If a layer is not a valid placement, a table does not fit it, a source is invalid, or the digest differs from
-        the recomputed one. The text names the field.
+        the recomputed one. The error message names the field.
     """
     plan = decode(RankPlan, message, shape.sizes)
     if not plan.layers:
@@ -271,14 +272,14 @@ def decode_plan(message: agent_pb2.Plan, shape: Shape) -> RankPlan:
 
 
 def check_sources(layer: RankLayer, old_RS: Int32) -> None:
-    """Raise ``WireError`` unless each slot gets its weights from a slot that holds its expert.
+    """Raise ``WireError`` unless each slot gets its weights from a slot that currently holds its expert.
 
     Parameters
     ----------
     layer
         The layer.
     old_RS
-        int32 ``[R, S]``, its current placement.
+        int32 ``[R, S]``, the layer's current placement.
     """
     sent_expert_RS = old_RS.ravel()[layer.source_RS]
     fault = f"which does not hold its expert in layer {layer.layer}"
