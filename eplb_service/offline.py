@@ -1,4 +1,4 @@
-"""Offline solver: compute a placement from recorded heat in one call, with the planner that the service uses."""
+"""Offline solver: compute a placement from recorded heat in one call, using the same planner as the service."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ from eplb_core.solver.model import SearchOptions
 
 @dataclass(frozen=True)
 class Solution:
-    """Placement and tables of all layers, with the balance before and after.
+    """Placement and tables of all layers, with the balance before and after the change.
 
     Parameters
     ----------
     phy2log
         int32 ``[L, R, S]``, logical expert in each slot.
     log2phy
-        int32 ``[R, L, E]``, physical id that each source rank sends an expert's tokens to. With ``split`` deal, int32
-        ``[R, L, E, D]``: the physical ids that it uses in turn.
+        int32 ``[R, L, E]``, physical id to which each source rank sends an expert's tokens. If ``split`` is ``deal``,
+        int32 ``[R, L, E, D]``: the physical ids that the rank uses in turn.
     par_before_L
-        float64 ``[L]``, peak-to-average ratio over the steps of the heat, with the tables before the change; NaN for a
-        layer without tokens.
+        float64 ``[L]``, peak-to-average ratio over the steps of the heat, with the placement and tables before the
+        change; NaN for a layer without tokens.
     par_after_L
         float64 ``[L]``, peak-to-average ratio promised for similar steps. It is slightly higher than on the heat
-        itself, because a placement does worse on steps that it was not fitted to. With few tokens per step, it is
-        measured on held-out steps.
+        itself, because a placement performs worse on steps that it was not fitted to. If there are few tokens per step,
+        it is measured on held-out steps.
     hottest_before_L
-        float64 ``[L]``, tokens of the hottest rank per step, as a mean over the steps.
+        float64 ``[L]``, tokens of the hottest rank per step, averaged over the steps.
     hottest_after_L
-        float64 ``[L]``, the same after the change, as promised for similar steps.
+        float64 ``[L]``, tokens of the hottest rank per step after the change, as promised for similar steps.
     moves_L
-        int64 ``[L]``, slots that must receive an expert that they did not hold before, including empty slots.
+        int64 ``[L]``, number of slots that must receive a different expert, including previously empty slots.
     verdicts
-        Why each layer changed or stayed. With a cost curve, also the microseconds of its slowest rank.
+        Reason why each layer changed or stayed. With a cost curve, also the microseconds of its slowest rank.
     ms_before
-        Milliseconds per step of the slowest ranks of all layers; ``None`` without a cost curve.
+        Milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost curve.
     ms_after
-        The same after the change.
+        ``ms_before`` after the change.
     """
 
     phy2log: Int32
@@ -97,7 +97,7 @@ class Solution:
 
     @property
     def moves(self) -> int:
-        """Number of slots that hold another expert than before, over all layers."""
+        """Total number of slots whose expert changed, over all layers."""
         return int(self.moves_L.sum())
 
 
@@ -127,16 +127,16 @@ def solve(
     slots
         Expert slots per rank and layer, S.
     placement
-        ``[L, R, S']``, deployed placement. A layer changes only if that pays off. Without it, every layer is placed
-        from scratch and compared with the linear layout. The placement may come from another balancer: an expert may
-        occur twice on a rank, a slot may be empty (-1), and S' may differ from ``slots``. Such layers are repaired, see
-        ``placement.foreign``.
+        ``[L, R, S']``, deployed placement. A layer changes only if the change pays off. Without ``placement``, every
+        layer is placed from scratch and compared with the linear layout. The placement may come from a different
+        balancer: an expert may occur twice on a rank, a slot may be empty (-1), and S' may differ from ``slots``. Such
+        layers are repaired; see ``placement.foreign``.
     log2phy
-        ``[R, L, E]`` or ``[R, L, E, D]``, deployed tables of ``placement``; by default the tables of the engines' fixed
-        rule. D is the number of entries per expert that the host uses in turn.
+        ``[R, L, E]`` or ``[R, L, E, D]``, deployed tables of ``placement``; by default the tables that follow from the
+        engines' fixed rule. D is the number of entries per expert that the host uses in turn.
     prior
-        ``[P, L, E]``, similar heat, such as prefill heat before a decode instance has recorded enough of its own. The
-        deployed placement is assumed to be the one solved for this heat. Excludes ``placement``.
+        ``[P, L, E]``, similar heat, such as prefill heat for a decode instance that has not recorded enough of its own.
+        The deployed placement is assumed to be the one solved for this heat. Cannot be combined with ``placement``.
     source_heat
         ``[T, R, L, E]``, tokens by source rank, which must add up to ``heat``. By default, every rank sends the same
         number of tokens.
@@ -148,10 +148,10 @@ def solve(
     threads
         Threads of the solver; see ``PlannerSettings``.
     topology
-        Nodes and token groups; by default one node and no shared tokens.
+        Nodes and token groups; by default, one node and no shared tokens.
     options
-        Any other fields of ``PlannerSettings``. With ``cost_curve``, a ``CostCurve``, the solver lowers the time of
-        the slowest rank instead of the tokens of the hottest rank.
+        Any other fields of ``PlannerSettings``. With a ``CostCurve`` as ``cost_curve``, the solver minimizes the time
+        of the slowest rank instead of the tokens of the hottest rank.
 
     Returns
     -------
@@ -161,7 +161,7 @@ def solve(
     Raises
     ------
     HeatError, PlacementError, PolicyError, SettingsError, TopologyError
-        If an argument is invalid or contradicts another one. All of them are subclasses of ``ValueError``.
+        If an argument is invalid or contradicts another argument. All of these are subclasses of ``ValueError``.
 
     Examples
     --------
@@ -175,7 +175,7 @@ def solve(
     >>> Placement.linear(layers=1, experts=4, ranks=2, slots=3).phy2log_LRS[0].tolist()
     [[0, 1, 2], [3, 0, 1]]
 
-    The solver replaces the second replica of expert 1 by one of expert 2, which is one move. Physical ids number the
+    The solver replaces the second replica of expert 1 with one of expert 2, which is one move. Physical ids number the
     slots of all ranks: rank 0 sends its tokens of expert 2 to slot 2, its own replica, and rank 1 sends them to slot 5.
 
     >>> solution = solve(heat, ranks=2, slots=3)
@@ -287,13 +287,13 @@ class _Start:
     Parameters
     ----------
     placement
-        A placement that can be deployed.
+        Placement that can be deployed.
     tables_RLE
-        int32 ``[R, L, E]`` or ``[R, L, E, D]``, its tables.
+        int32 ``[R, L, E]`` or ``[R, L, E, D]``, tables of ``placement``.
     foreign_LRS
         int32 ``[L, R, S']``, the deployed placement, if it had to be repaired; ``None`` otherwise.
     foreign
-        The same as a ``Placement``, to compute the current rank loads.
+        ``foreign_LRS`` as a ``Placement``, to compute the current rank loads.
     foreign_RLE
         The deployed tables of ``foreign``.
     """
@@ -336,8 +336,8 @@ class _Start:
             check_log2phy(
                 foreign_RLE[:, layer], input_RS, f"log2phy of layer {layer}", deals=foreign_RLE.ndim == 4
             )
-        # Keep the deployed tables of unchanged layers only. In a repaired layer, they may point to slots that now hold
-        # another expert.
+        # Keep the deployed tables of unchanged layers only. In a repaired layer, they may point to slots that now have
+        # a different expert.
         if with_entries(foreign_RLE, 3).shape == with_entries(tables_RLE, 3).shape:
             unchanged_L = _unchanged_layers(input_LRS, valid)
             tables_RLE = tables_RLE.copy()
@@ -346,7 +346,7 @@ class _Start:
 
     @property
     def current(self) -> tuple[Placement, Int32]:
-        """Placement and tables that serve before the change, to compute rank loads."""
+        """Placement and tables in effect before the change, to compute rank loads."""
         if self.foreign is not None and self.foreign_RLE is not None:
             return self.foreign, self.foreign_RLE
         return self.placement, self.tables_RLE
@@ -354,7 +354,7 @@ class _Start:
     def held_slots(self, slots: int) -> Int32:
         """Return the expert in each of ``slots`` slots per rank before the change, int32 ``[L, R, S]``.
 
-        A slot is -1 if it was empty or did not exist. Slots beyond ``slots`` are cut off.
+        A slot is -1 if it was empty or did not exist. Slots beyond ``slots`` are dropped.
         """
         deployed_LRS = self.placement.phy2log_LRS if self.foreign_LRS is None else self.foreign_LRS
         layers, ranks, deployed_slots = deployed_LRS.shape
@@ -376,7 +376,7 @@ def _external_solution(
     placement, log2phy_RLE = answer_of(name, function, window, start.placement)
     if log2phy_RLE is None:
         log2phy_RLE = first_tables(placement, settings.split, settings.deal_width)
-    # The policy ``none`` changes nothing. Its verdicts have the figures of the current layout.
+    # The ``none`` policy changes nothing, so its verdicts contain the figures of the current layout.
     unchanged = plan(window, start.placement, start.tables_RLE, topology, replace(settings, policy="none"))
     if log2phy_RLE.shape != start.tables_RLE.shape:
         raise PolicyError(
@@ -404,7 +404,7 @@ def _external_solution(
 
 
 def _unchanged_layers(input_LRS: Int32, valid: Placement) -> npt.NDArray[np.bool_]:
-    """Return which layers a repair left unchanged, bool ``[L]``."""
+    """Return a mask of the layers that a repair left unchanged, bool ``[L]``."""
     if input_LRS.shape != valid.phy2log_LRS.shape:
         return np.zeros(valid.layers, dtype=np.bool_)
     unchanged_L: npt.NDArray[np.bool_] = (input_LRS == valid.phy2log_LRS).all(axis=(1, 2))
@@ -421,7 +421,7 @@ def _solution(
 ) -> Solution:
     """Score the layouts before and after a decision on the window.
 
-    The layout after it is ``new_layout``, or by default the start with the decision's changes.
+    The layout after the decision is ``new_layout``, by default the start with the decision's changes.
     """
     after, after_RLE = new_layout or apply_layers(start.placement, start.tables_RLE, decision.changes())
     current, current_RLE = start.current
@@ -434,7 +434,7 @@ def _solution(
         par_before_L = par_of_steps(before_steps)
     if new_layout is not None:
         par_after_L = measured_L
-    # The mean load of a rank does not depend on the placement, so the promised tokens scale like the promised PAR.
+    # The mean rank load does not depend on the placement, so the promised tokens scale with the promised PAR.
     promise_factor_L = np.nan_to_num(par_after_L / measured_L, nan=1.0)
     held_LRS = start.held_slots(after.slots)
     moves_L = np.count_nonzero(after.phy2log_LRS != held_LRS, axis=(1, 2))
@@ -480,7 +480,7 @@ def _verdicts(
 
 
 def _prior_window(window: Window, prior: npt.ArrayLike) -> Window:
-    """Return the prior as a window. Raises ``HeatError`` if its shape differs from the model of the heat."""
+    """Return the prior as a window. Raises ``HeatError`` if its layers or experts differ from those of the heat."""
     prior_TLE = checked_heat(prior)
     if prior_TLE.shape[1:] != window.heat_TLE.shape[1:]:
         raise HeatError(
@@ -495,7 +495,7 @@ def _summed_source(
 ) -> Float64 | None:
     """Return the tokens by source rank over all steps, float64 ``[R, L, E]``.
 
-    Raises ``HeatError`` if their shape or their sum contradicts the heat.
+    Raises ``HeatError`` if their shape or their sum does not match the heat.
     """
     if source_heat is None:
         return None
@@ -510,7 +510,7 @@ def _summed_source(
             f"{list(source_TRLE.shape)}"
         )
     source_RLE: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
-    # Ranks of a token group all report the same tokens, so the sum can only be checked without such groups.
+    # All ranks in a token group report the same tokens, so the sum can be checked only if there are no such groups.
     if topology is None or topology.token_groups()[0].size == ranks:
         heat_LE = heat_TLE.sum(axis=0, dtype=np.float64)
         wrong_LE = ~np.isclose(source_RLE.sum(axis=0), heat_LE, rtol=1e-6, atol=1e-6)

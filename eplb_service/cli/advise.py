@@ -113,7 +113,7 @@ def advise(
 def _estimated(
     settings: PlannerSettings, cost: CostOptions, gpu: str | None, model: str | None
 ) -> tuple[PlannerSettings, CostOptions, ModelShape | None]:
-    """Complete settings and costs with the shipped data of ``--gpu`` and ``--model``. Stated values take precedence.
+    """Complete settings and costs from the data shipped for ``--gpu`` and ``--model``. Explicit values take precedence.
 
     Raises ``UserError`` if the device or model is unknown or contradicts other options.
     """
@@ -133,7 +133,7 @@ def _estimated(
 
 
 def _check_shape(heat: Path, trace: Trace, shape: ModelShape, model: str | None) -> None:
-    """Print a note on stderr if the trace is of another shape than ``--model``."""
+    """Print a note on stderr if the trace's shape differs from that of ``--model``."""
     if (trace.experts, trace.layers) != (shape.experts, shape.layers):
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"{heat} has {trace.layers} layers x {trace.experts} experts, but {shape.name} has {shape.layers} x "
@@ -142,7 +142,7 @@ def _check_shape(heat: Path, trace: Trace, shape: ModelShape, model: str | None)
 
 
 def _window_width(window: int | None, steps: int) -> int:
-    """Return the window's width, and print a hint if the trace is too short to compare schedules with ``--window``."""
+    """Return the window width, and print a hint if the trace is too short to compare schedules with ``--window``."""
     if window is not None and 3 * window >= steps:
         hint(
             f"{steps} steps are too few to compare schedules with --window {window}; the compared schedules have "
@@ -152,7 +152,7 @@ def _window_width(window: int | None, steps: int) -> int:
 
 
 def _slot_counts(trace: Trace, ranks: int, redundant: str | None) -> list[int]:
-    """Return the slots per rank to try: from ``--redundant``, or the minimum and up to three larger numbers."""
+    """Return the numbers of slots per rank to try: from ``--redundant``, or the minimum and up to three larger ones."""
     if redundant is not None:
         return slots_of_redundant(trace.experts, ranks, redundant)
     minimum = -(-trace.experts // ranks)
@@ -160,7 +160,7 @@ def _slot_counts(trace: Trace, ranks: int, redundant: str | None) -> list[int]:
 
 
 def headline(advice: Advice, is_estimate: bool) -> str:
-    """Return one sentence with the verdict on balancing, its gain, and its memory."""
+    """Return one sentence with the verdict on balancing, its gain, and its memory cost."""
     gain = (
         f"the experts' part of a step takes {advice.share:.0%} less time, which is worth {advice.ranks_worth:.1f} of "
         f"{advice.ranks} ranks"

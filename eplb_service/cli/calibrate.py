@@ -104,7 +104,7 @@ def calibrate(
 
 
 def _timed(task: dict[str, Any], phase: str) -> CostCurve:
-    """Time this machine's kernel, and return its curve. Raises ``UserError`` if that fails."""
+    """Time this machine's kernel and return its cost curve. Raises ``UserError`` on failure."""
     console = Console(stderr=True, highlight=False)
     with console.status(f"timing experts of {task['hidden']} x {task['inter']} on {task['device']}"):
         cells = list(_measured(task))
@@ -122,7 +122,7 @@ def _timed(task: dict[str, Any], phase: str) -> CostCurve:
 
 
 def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Time the grid in a separate process, because this package runs without torch. Yields one cell at a time."""
+    """Time the grid in a separate process, because this package does not need torch, and yield one cell at a time."""
     command = [sys.executable, "-m", _PROGRAM, json_module.dumps(task)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:

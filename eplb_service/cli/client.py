@@ -1,4 +1,4 @@
-"""Calls to a running service: connection, credentials, and one-line error messages."""
+"""Call a running service: connection, credentials, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SELF_EXPLANATORY_CODES = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.ABORTED,
 )
-"""Status codes whose details are printed without the code."""
+"""Status codes whose details are printed without naming the code."""
 _RESPONSE_SECONDS = 120.0
-"""Timeout of a call. The service may have to compute a decision for a large model before it responds."""
+"""Timeout of a call, in seconds. The service may have to compute a decision for a large model before it responds."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Connection:
                 ) from error
 
     def _diagnose(self) -> str:
-        """Return the reason why the service is unreachable, according to one more connection attempt."""
+        """Return the reason why the service is unreachable, based on one more connection attempt."""
         host, _, port = self.address.rpartition(":")
         host = host.strip("[]")
         uses_tls = False
@@ -145,7 +145,7 @@ class Connection:
 
 
 class OperatorCalls:
-    """Calls of the operator service, with a timeout and the user's token."""
+    """Client for the operator service, with a timeout and the user's token."""
 
     def __init__(self, channel: grpc.Channel, token: str | None) -> None:
         self._stub = operator_pb2_grpc.OperatorServiceStub(channel)
@@ -157,7 +157,7 @@ class OperatorCalls:
         return checked_answer(response)
 
     def stream(self, name: str, request: Any, seconds: float | None) -> Any:
-        """Return the responses of a streaming call. It ends with DEADLINE_EXCEEDED after ``seconds``."""
+        """Return the responses of a streaming call, which ends with DEADLINE_EXCEEDED after ``seconds``."""
         return getattr(self._stub, name)(request, timeout=seconds, metadata=self._metadata)
 
 

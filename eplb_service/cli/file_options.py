@@ -1,6 +1,6 @@
-"""Options for files and for the shape of a deployment: reading traces and placements, ranks, and slots.
+"""Options for files and the shape of a deployment: reading traces and placements, ranks, and slots.
 
-This module imports neither planner nor solver, so that the commands that query a running service start quickly.
+This module imports neither the planner nor the solver, so that commands that query a running service start quickly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _STEPS_READ = 64
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """Facts about a trace file that its content leaves open."""
+    """Facts about a trace file that its content does not state."""
 
     SECTION: ClassVar[str] = "How the trace is read"
 
@@ -77,7 +77,7 @@ class ReadingOptions:
     )
 
     def reading(self) -> ReadAs:
-        """Return how to read a file. Raises ``UserError`` if the meaning is unknown or the map is unreadable."""
+        """Return the facts for reading a file. Raises ``UserError`` if the meaning or the map is invalid."""
         meaning = None if self.read_as is None else one_of("--as is", self.read_as, MEANINGS)
         read_as = ReadAs()
         if self.map is not None:
@@ -88,9 +88,9 @@ class ReadingOptions:
         return replace(read_as, meaning=meaning, experts=self.experts, batch=self.batch, top_k=self.top_k)
 
     def open(self, path: Path) -> Trace:
-        """Open a trace, and print a hint if most experts of a layer never get a token.
+        """Open a trace, and print a hint if most of a layer's experts never get a token.
 
-        Raises ``HeatError`` if the trace cannot be read, and ``UserError`` if it has no tokens at all.
+        Raises ``HeatError`` if the trace cannot be read, or ``UserError`` if it has no tokens at all.
         """
         trace = open_trace(path, self.reading())
         busy_LE = np.zeros((trace.layers, trace.experts), dtype=np.bool_)
@@ -133,7 +133,7 @@ class RankOptions:
     def topology(self, trace: Trace) -> Topology:
         """Return the nodes and token groups of the ranks.
 
-        Raises ``UserError`` if nodes or token groups do not fit the number of ranks.
+        Raises ``UserError`` if the nodes or token groups do not match the number of ranks.
         """
         if self.ranks % self.token_group:
             raise UserError(f"--token-group {self.token_group} does not divide {self.ranks} ranks")
@@ -171,7 +171,7 @@ class SlotOptions:
     def counts(self, experts: int, ranks: int) -> list[int]:
         """Return the numbers of slots per rank to try.
 
-        Raises ``UserError`` if a number of redundant experts does not spread evenly over the ranks.
+        Raises ``UserError`` if a number of redundant experts cannot be spread evenly over the ranks.
         """
         if self.slots is not None and self.redundant is not None:
             raise UserError("--slots and --redundant exclude each other; give only one")
@@ -180,7 +180,7 @@ class SlotOptions:
         return slots_of_redundant(experts, ranks, self.redundant or str(-experts % ranks))
 
     def count(self, experts: int, ranks: int) -> int:
-        """Return the number of slots per rank. Raises ``UserError`` if the options give none or several."""
+        """Return the number of slots per rank. Raises ``UserError`` if the options specify none or several."""
         if self.slots is None and self.redundant is None:
             raise UserError(
                 "give --slots (expert slots per rank) or --redundant (redundant experts per layer)"
@@ -192,9 +192,9 @@ class SlotOptions:
 
 
 def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:
-    """Return the slots per rank for each number of redundant experts per layer.
+    """Return the number of slots per rank for each number of redundant experts per layer.
 
-    Raises ``UserError`` if a number does not spread evenly over the ranks.
+    Raises ``UserError`` if a number cannot be spread evenly over the ranks.
 
     Examples
     --------
@@ -213,7 +213,7 @@ def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:
 
 
 def read_start_placement(path: Path | None, trace: Trace, ranks: int) -> Int32 | None:
-    """Read the file of ``--placement``, int32 ``[L, R, S]``; return ``None`` without one.
+    """Read the ``--placement`` file and return it, int32 ``[L, R, S]``, or ``None`` if there is none.
 
     Raises ``UserError`` or ``PlacementError`` if it does not fit the trace.
     """
@@ -228,9 +228,9 @@ def read_start_placement(path: Path | None, trace: Trace, ranks: int) -> Int32 |
 def check_placement_output(
     out: Path | None, format: str | None, first_layer: int | None, draft_layers: int | None = None
 ) -> None:
-    """Check that a placement can be written with these options.
+    """Check whether a placement can be written with these options.
 
-    Raises ``UserError``, ``OutputError`` or ``PlacementError`` otherwise.
+    Raises ``UserError``, ``OutputError`` or ``PlacementError`` if it cannot.
     """
     if out is None:
         if any(value is not None for value in (format, first_layer, draft_layers)):
@@ -241,7 +241,7 @@ def check_placement_output(
 
 
 def choices_per_step(trace: Trace) -> float:
-    """Return the tokens of all experts of a layer in a step, as a mean over the first steps.
+    """Return the total tokens of a layer's experts per step, averaged over the first steps.
 
     A token that chooses k experts counts k times.
     """

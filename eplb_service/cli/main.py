@@ -1,4 +1,4 @@
-"""Entry point ``eplb``: load and run a command, and report a user's mistake in one line."""
+"""Entry point of ``eplb``: load and run a command, and report user errors in one line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typer.core import TyperGroup
 import eplb_service
 from eplb_service.cli.options import HelpCommand, UserError, write_section
 
-# typer uses either its bundled click or the installed one. Both have this base class of usage errors.
+# typer uses either its bundled click or the installed one. In both, this is the base class of usage errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 # gRPC logs a line for each connection without TLS. These lines would fill the service's log and clutter a command's
-# error output. Set the variable yourself to debug gRPC.
+# error output. Set the variable in the environment to debug gRPC.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _USAGE_EXIT_CODE = 2
@@ -29,10 +29,10 @@ _USAGE_EXIT_CODE = 2
 _INTERRUPT_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell."""
 _BROKEN_PIPE_EXIT_CODE = 141
-"""Exit code if the reader of the output has exited, as in a shell."""
+"""Exit code if the process reading the output has exited, as in a shell."""
 
 _LAB = "eplb-lab"
-"""Distribution that provides commands through entry points."""
+"""Distribution that provides further commands through entry points."""
 _ENTRY_POINTS = "eplb.commands"
 _OFFLINE = "Recorded heat"
 _SERVICE = "Service"
@@ -59,10 +59,10 @@ COMMANDS = {
     "lead": ("operator", _OPERATE, "Make a deployment's ranks follow this service again."),
     "forget": ("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
 }
-"""Module in ``eplb_service.cli``, help section and summary of each command. Listing the commands imports no module.
+"""Module in ``eplb_service.cli``, help section and summary of each command. Listing the commands does not import them.
 
-The module's function, or group of commands, has the name of the command. ``_LAB`` in place of a module marks a command
-that eplb-lab provides.
+The function or command group in the module has the same name as the command. ``_LAB`` in place of a module marks a
+command that eplb-lab provides.
 """
 EXAMPLES = """\
 eplb demo
@@ -104,7 +104,7 @@ _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _LazyGroup(TyperGroup):
-    """Command group that lists the commands of ``COMMANDS`` and imports a command's module only to run it."""
+    """Command group that lists ``COMMANDS`` and imports a command's module only when the command is run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -142,7 +142,7 @@ def load_command(name: str) -> Any:
 
 
 def _load_lab_command(name: str) -> Any:
-    """Load a command of eplb-lab through its entry point. Raises ``UserError`` if eplb-lab is not installed."""
+    """Load an eplb-lab command through its entry point. Raises ``UserError`` if eplb-lab is not installed."""
     for entry_point in metadata.entry_points(group=_ENTRY_POINTS, name=name):
         return entry_point.load()
     raise UserError(f"eplb {name} is part of {_LAB}, which is not installed; run: pip install '{_LAB}[demo]'")
@@ -184,13 +184,13 @@ def main() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run ``eplb`` and return its exit code.
 
-    A mistake by the user is reported in one line on stderr and returns ``_USAGE_EXIT_CODE``. Any other exception is a
-    bug and propagates.
+    User errors are reported in one line on stderr, and the result is ``_USAGE_EXIT_CODE``. Any other exception is a bug
+    and propagates.
 
     Parameters
     ----------
     arguments
-        Arguments of the command line; by default those of the process.
+        Command-line arguments; by default those of the process.
     """
     command = typer.main.get_command(app)
     try:
@@ -199,7 +199,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPT_EXIT_CODE
     except (BrokenPipeError, SystemExit) as error:
-        # typer turns a broken pipe into an exit if the reader exits while a command prints.
+        # typer converts a broken pipe, which occurs if the reader exits while a command is printing, to SystemExit.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _discard_output()
@@ -224,10 +224,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    """Return True if the user can correct ``error``: an error with a file name, or one of this project's own errors.
+    """Return True if the user can fix ``error``: an error with a file name, or one of this project's own errors.
 
     The project's own errors are ``UserError`` and its subclasses of ``ValueError``. A plain ``ValueError`` has no
-    message for users, so it counts as a bug.
+    user-facing message, so it counts as a bug.
     """
     if isinstance(error, OSError):
         return error.filename is not None
@@ -236,7 +236,7 @@ def _is_users_mistake(error: Exception) -> bool:
 
 
 def _discard_output() -> None:
-    """Redirect stdout to the null device, so that flushing its buffer raises no error when Python exits."""
+    """Redirect stdout to the null device, so that flushing its buffer at exit does not raise."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,6 +1,6 @@
 """Commands that query or control a running service, from ``eplb deployments`` to ``eplb forget``.
 
-They import neither planner nor solver, so that they start quickly.
+They import neither the planner nor the solver, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from eplb_service.io.placement_file import SUFFIXES, write_placement
 
 _FILE_HELP = f"File to write the placement to: {' or '.join(SUFFIXES)}."
 _IDLE_SECONDS = 30.0
-"""Age of the newest step above which the output also shows the age of the figures."""
+"""Age of the newest step, in seconds, above which the output also shows how old the figures are."""
 _MAX_ROWS = 8
-"""Number of layers, and of ranks, that ``eplb status`` shows without ``--all``."""
+"""Maximum number of layers and of ranks that ``eplb status`` shows without ``--all``."""
 
 
 @takes_options()
@@ -100,7 +100,7 @@ def placement(
     phy2log_LRS = unpack(response.physical_to_logical, (None, None, None), "placement")
     current = Placement(phy2log_LRS, response.experts)
     axes = (current.ranks, current.layers, current.experts)
-    # Dealing tables have a further axis: the entries of an expert.
+    # Dealing tables have an additional axis for the entries of an expert.
     entries = () if len(response.log2phy.shape) == len(axes) else (None,)
     tables_RLE = unpack(response.log2phy, (*axes, *entries), "log2phy")
     if out is not None:
@@ -199,13 +199,13 @@ def history(
 
 
 def _ask(service: Connection, name: str, request: Any) -> Any:
-    """Connect to the service, make one call, and return its response."""
+    """Connect to the service, make one call, and return the response."""
     with service.open() as call:
         return call(name, request)
 
 
 def _report(json: bool, line: str, **document: Any) -> None:
-    """Print the result of a command: as JSON, or as one line."""
+    """Print the result of a command, either as JSON or as one line of text."""
     if json:
         print_json(document)
     else:
@@ -213,7 +213,7 @@ def _report(json: bool, line: str, **document: Any) -> None:
 
 
 def _plan_layers(past: operator_pb2.PastPlan) -> Table:
-    """Return a table with one row per layer of the plan."""
+    """Return a table with one row per layer in the plan."""
     columns = {
         "layer": lambda verdict: verdict.layer,
         "PAR before": lambda verdict: ratio_text(verdict.par_seen),
@@ -240,7 +240,7 @@ def _mean(past: operator_pb2.PastPlan, field: str) -> str:
 
 
 def ratio_text(value: float) -> str:
-    """Format a peak-to-average ratio; a dash if there is none, because nothing was measured or no token was served."""
+    """Format a peak-to-average ratio, or return a dash if nothing was measured or no token was served."""
     return f"{value:.3f}" if value > 0 else "-"
 
 
@@ -274,7 +274,7 @@ def summary_table(response: operator_pb2.GetStatusResponse) -> Table:
 
 
 def connected_text(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> str:
-    """Return the number of connected ranks, the number of their nodes, and the newest step."""
+    """Return text with the numbers of connected ranks and their nodes, and the newest step."""
     connected = [agent for agent in agents if agent.connected]
     text = f"{len(connected)} of {ranks} ranks connected"
     if not connected:
@@ -302,8 +302,8 @@ def layer_table(layers: Sequence[operator_pb2.LayerStatus], limit: int | None = 
 def agent_table(agents: Sequence[operator_pb2.AgentStatus], limit: int | None = None) -> Table:
     """Return a table of the ranks' agents.
 
-    With ``limit``, it shows only that many agents: first the disconnected ones, then those with an error, then those
-    with the most dropped steps, then the slowest.
+    With ``limit``, the table shows only that many agents: first the disconnected ones, then those with an error, then
+    those with the most dropped steps, and then the slowest.
     """
     title = None
     if limit is not None and len(agents) > limit:
@@ -327,7 +327,7 @@ def agent_table(agents: Sequence[operator_pb2.AgentStatus], limit: int | None = 
 def placement_table(epoch: int, placement: Placement) -> Table:
     """Return a table with a row for each rank of each layer.
 
-    A column for each rank would be too narrow for the experts.
+    With one column per rank, the columns would be too narrow to list the experts.
     """
     rows = [(layer, rank) for layer in range(placement.layers) for rank in range(placement.ranks)]
     columns = {
@@ -339,7 +339,7 @@ def placement_table(epoch: int, placement: Placement) -> Table:
 
 
 def shape_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the numbers of layers, experts, ranks and slots."""
+    """Return text with the numbers of layers, experts, ranks and slots."""
     return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
 
 
@@ -353,13 +353,13 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
 
 
 def forecast_text(forecast: operator_pb2.Forecast) -> str:
-    """Return the PAR that the current layout is expected to gain until the next decision."""
+    """Return text with the PAR reduction expected from the current layout until the next decision."""
     low, gain, high = (digits(par) for par in (forecast.gain_low, forecast.gain, forecast.gain_high))
     return f"PAR {gain} until the next decision (95 %: {low} to {high})"
 
 
 def par_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the PAR of the newest steps, as served and under the initial layout; a dash if no token was served."""
+    """Format the PAR of the newest steps, as served and under the initial layout, or a dash if no token was served."""
     if not status.par > 0:
         return "-"
     age = idle_text(status)
@@ -371,14 +371,14 @@ def par_text(status: operator_pb2.DeploymentStatus) -> str:
 
 
 def idle_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the time since the newest step, or an empty text if the figures are recent."""
+    """Return the time since the newest step, or an empty string if the figures are recent."""
     if not status.HasField("idle_seconds") or status.idle_seconds < _IDLE_SECONDS:
         return ""
     return duration_text(status.idle_seconds)
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in its largest suitable unit.
+    """Format a duration in its largest suitable unit.
 
     Examples
     --------
@@ -392,7 +392,7 @@ def duration_text(seconds: float) -> str:
 
 
 def gain_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the gain of balancing in one line with rich markup: the change of PAR, and of time if it was measured."""
+    """Return the gain from balancing in one line with rich markup: the change in PAR, and in time if measured."""
     worth = status.worth
     par_change = f"PAR {digits(-worth.par_gain_percent, sign='+')} %"
     if worth.HasField("gain_ms"):
@@ -418,7 +418,7 @@ def gain_text(status: operator_pb2.DeploymentStatus) -> str:
 
 
 def hottest_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the most loaded rank and the layer with the highest PAR, or an empty text if nothing was measured."""
+    """Return the most loaded rank and the layer with the highest PAR, or an empty string if nothing was measured."""
     if not (status.HasField("hottest_rank") and status.HasField("hottest_layer")):
         return ""
     return (
@@ -428,14 +428,14 @@ def hottest_text(status: operator_pb2.DeploymentStatus) -> str:
 
 
 def redundancy_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the number of redundant slots and their memory."""
+    """Return text with the number of redundant slots and their memory."""
     size = status.redundant_bytes_per_rank
     memory = f", {size_text(size)} per rank" if size else ""
     return f"{status.redundant_slots} redundant slots per layer{memory}"
 
 
 def move_price_text(price: operator_pb2.MovePrice) -> str:
-    """Return the move price as time if that is known, otherwise as the PAR reduction that pays for moving all slots."""
+    """Format the move price as time if known, otherwise as the PAR reduction that pays for moving all slots."""
     if price.HasField("ms_per_move"):
         return f"{digits(price.ms_per_move)} ms per expert, {price.kind}"
     return f"moving every slot must lower PAR by {digits(100 * price.price)} %, {price.kind}"

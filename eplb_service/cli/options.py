@@ -1,7 +1,7 @@
 """Declaration of command options.
 
-A dataclass field or a parameter declares an option together with its help text. Commands share these declarations. The
-help lists options by section and fits 80 columns.
+An option and its help text are declared in a dataclass field or a parameter. Commands share these declarations. The
+help lists options by section and fits in 80 columns.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RESULTS = "Results"
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: None}
 _MAX_NAME = 22
-"""Width of the names column, in characters. The help of a longer name starts on the next line."""
+"""Width of the name column, in characters. The help text of a longer name starts on the next line."""
 
 
 class UserError(Exception):
-    """Mistake by the user. The message says what is wrong and how to correct it, in one line."""
+    """User error. Its one-line message says what is wrong and how to correct it."""
 
 
 def option(
@@ -44,15 +44,15 @@ def option(
     Parameters
     ----------
     default
-        Default value. Without one, the option is required.
+        Default value. If omitted, the option is required.
     help
         Help text.
     flags
         Flags that replace the one derived from the name.
     section
-        Heading in the help; by default the heading of the command's preceding option.
+        Section heading in the help; by default the heading of the command's preceding option.
     details
-        Further arguments of ``typer.Option``.
+        Additional arguments for ``typer.Option``.
     """
     return typer.Option(default, *flags, help=help, rich_help_panel=section, **details)
 
@@ -69,8 +69,8 @@ JSON = option(False, "Print JSON instead of text.", "--json", section=RESULTS)
 def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:
     """Return a decorator that turns the parameters of a command into options that typer understands.
 
-    A parameter whose type is a dataclass stands for one option per field, under the heading ``SECTION`` of the class.
-    The command receives them as one value. The options in ``extra`` arrive in the command's ``**`` parameter.
+    A parameter whose type is a dataclass stands for one option per field, under the class's ``SECTION`` heading. The
+    command receives them as one value, and the options in ``extra`` through its ``**`` parameter.
     """
 
     def decorated(command: Command) -> Command:
@@ -82,7 +82,7 @@ def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:
             if name in groups:
                 parameters += _options_of(groups[name])
             elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                # Commands share declarations, but each has its own sections.
+                # Commands share declarations, but each command has its own sections.
                 declaration = copy.copy(parameter.default)
                 section = declaration.rich_help_panel = declaration.rich_help_panel or section
                 parameters.append(_parameter(name, hints[name], declaration))
@@ -105,7 +105,7 @@ def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:
 def setting_option(name: str, kind: Any, default: Any, help: str, **details: Any) -> inspect.Parameter:
     """Return the option of one setting.
 
-    ``kind`` is the type of its value. The other arguments are as for ``option``.
+    ``kind`` is the type of the setting's value. The other arguments are the same as for ``option``.
     """
     return _parameter(name, kind, option(default, help, **details))
 
@@ -119,7 +119,7 @@ def _options_of(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def _parameter(name: str, kind: Any, declaration: Any) -> inspect.Parameter:
-    """Return the parameter that typer reads.
+    """Return the parameter in the form that typer reads.
 
     A union of several types, or a type unknown to typer, is parsed as text.
     """
@@ -138,7 +138,7 @@ class HelpCommand(TyperCommand):
     """Command whose help lists the options by section, in the order of their declarations."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage line's pieces with only the names of the arguments, without typer's braces."""
+        """Return the pieces of the usage line with plain argument names, without typer's braces."""
         return [piece.strip("{}").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -174,7 +174,7 @@ def whole_numbers(name: str, text: str, minimum: int = 1) -> list[int]:
     text
         Value of the option.
     minimum
-        Lower bound of each number.
+        Lower bound on each number.
 
     Returns
     -------
@@ -195,9 +195,9 @@ def whole_numbers(name: str, text: str, minimum: int = 1) -> list[int]:
 
 
 def one_of(what: str, value: str, choices: typing.Collection[str]) -> Any:
-    """Return ``value`` if it is one of ``choices``, and raise ``UserError`` otherwise.
+    """Return ``value`` if it is one of ``choices``; raise ``UserError`` otherwise.
 
-    ``what`` begins the error message and is followed by the value, for example ``--phase is``.
+    ``what`` is the start of the error message, such as ``--phase is``, and is followed by the value.
     """
     if value not in choices:
         raise UserError(f"{what} {value!r}; choose one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Output of commands: tables that fit 80 columns, JSON, and hints and progress on stderr."""
+"""Command output: tables that fit in 80 columns, JSON, and hints and progress on stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 def output_console() -> Console:
     """Return a console on stdout that prints text literally, without markup.
 
-    Lines are wrapped on a terminal, and left whole in a file or a pipe.
+    Lines are wrapped on a terminal, but not in a file or a pipe.
     """
     return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
 
@@ -51,9 +51,9 @@ def table_of(
     rows
         Objects to show, one per line.
     columns
-        Functions that return a row's cell, by heading. A column with only ``None`` is omitted.
+        Functions that return a row's cell, by heading. Columns with only ``None`` are omitted.
     texts
-        Headings of columns whose cells wrap, in addition to the first column. All other columns hold numbers, which
+        Headings of columns whose cells wrap, in addition to the first column. All other columns contain numbers, which
         never wrap.
     title
         Title above the table.
@@ -80,7 +80,7 @@ def table_of(
 
 
 def figure(value: float | None, spec: str = ".3f") -> str | None:
-    """Format a number for a table: ``None`` if it does not apply, a dash if nothing was measured (NaN)."""
+    """Format a number for a table: ``None`` if it does not apply, or a dash if nothing was measured (NaN)."""
     if value is None:
         return None
     return "-" if math.isnan(value) else format(value, spec)
@@ -92,11 +92,11 @@ def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, l
     Parameters
     ----------
     columns
-        Float64 ``[L]`` values and their format specification, by heading.
+        Values, float64 ``[L]``, and their format specification, by heading.
     worst_L
-        float64 ``[L]``, ranking of the layers; the highest value is the worst.
+        float64 ``[L]``, values by which layers are ranked; the highest value is the worst.
     limit
-        Number of layers to show.
+        Maximum number of worst layers to show.
     """
 
     def cell(values_L: Float64, spec: str, layer: int | None) -> str | None:
@@ -114,9 +114,9 @@ def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, l
 def progress_bar(
     description: str, total: float | None, *columns: ProgressColumn
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr, or nothing without a terminal.
+    """Show a progress bar on stderr, or nothing if stderr is not a terminal.
 
-    Yields a function that updates the bar. Its arguments are those of ``Progress.update`` in rich.
+    Yields a function that updates the bar. It accepts the arguments of rich's ``Progress.update``.
     """
     console = Console(stderr=True)
     all_columns = (TextColumn("{task.description}", markup=False), BarColumn(), *columns)

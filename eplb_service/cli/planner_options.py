@@ -1,4 +1,4 @@
-"""Options of the commands that run the planner: its settings, its policy, and the assumed costs."""
+"""Options of commands that run the planner: its settings, its policy, and the assumed costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eplb_service.io.trace import Trace
 from eplb_service.replay.costs import Assumption, Costs
 
 PLANNER = "How decisions are made"
-"""Section of the planner's settings."""
+"""Section for the planner's settings."""
 POLICY = option(
     "flashlb",
     "Policy: flashlb (this project's solver), deepseek, none, an ablation of flashlb, module:function, or an entry "
@@ -32,7 +32,7 @@ RAY = option(None, "Address of the Ray cluster to run on ('local': this machine)
 
 @dataclass(frozen=True)
 class CostOptions:
-    """Costs of a step, of an expert's weights and of a switch."""
+    """Costs of steps, expert weights and switches."""
 
     SECTION: ClassVar[str] = "Costs (stated, not measured)"
 
@@ -59,7 +59,7 @@ class CostOptions:
     )
 
     def costs(self, settings: PlannerSettings, trace: Trace, ranks: int) -> Costs:
-        """Return the costs that a replay of ``trace`` decides with and charges.
+        """Return the costs that a replay of ``trace`` uses for its decisions and charges for them.
 
         Raises ``ReplayError`` if a value is out of bounds.
         """
@@ -68,7 +68,7 @@ class CostOptions:
         return Costs.of(settings, trace.layers, split=split, **values)
 
     def assumptions(self, settings: PlannerSettings, costs: Costs) -> tuple[Assumption, ...]:
-        """Return the assumptions behind the results of a replay with these costs."""
+        """Return the assumptions on which a replay with these costs is based."""
         changed = {field.name for field in planner_options() if not settings.is_default(field.name)}
         return costs.assumptions(changed | set(self._set_values()))
 
@@ -97,7 +97,7 @@ def one_policy(policy: str) -> None:
 
 
 def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:
-    """Check whether each expert group can stay on one node, for each number of slots per rank in ``counts``.
+    """Check whether each expert group fits on one node, for each number of slots per rank in ``counts``.
 
     Prints a hint if the groups cannot stay together. Raises ``UserError`` if they do not divide the experts evenly.
     """
@@ -121,7 +121,7 @@ def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
 
 
 def unused_heat(window: int, interval: int) -> str:
-    """Return a clause that names the steps that decisions use if the window is shorter than the interval."""
+    """Return a clause on which steps decisions use if the window is shorter than the interval."""
     return f"decisions use only the last {window} of every {interval} steps"
 
 

@@ -60,7 +60,7 @@ TERMS = (
     "PAR: load of the hottest rank over the mean rank; initial: PAR with the initial placement; floor: PAR that token "
     "sampling leaves with perfect balance; moves: per interval."
 )
-"""Explanation printed below the tables of figures."""
+"""Explanation that is printed below the tables."""
 
 
 @takes_options(*planner_flags("policy"))
@@ -137,9 +137,9 @@ def replay(
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Return the policies that ``--policy`` names, without duplicates.
+    """Parse the policies in ``--policy``, dropping duplicates.
 
-    Raises ``UserError`` if it names none or an unknown one.
+    Raises ``UserError`` if there are none or one is unknown.
     """
     from eplb_core.planner.policies import NAMES, registered
 
@@ -158,7 +158,7 @@ def policies_of(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, ReplayedDecision], None]]:
-    """Show the progress of all jobs as one bar. Yields a function that accepts a job's label and its new decision."""
+    """Show the progress of all jobs in one bar. Yields a function that accepts a job's label and its new decision."""
     total = sum(len(job.setup.decisions(steps)) for job in jobs)
     with progress_bar("decisions", total, MofNCompleteColumn(), TimeRemainingColumn()) as update:
         yield lambda label, decision: update(
@@ -167,7 +167,7 @@ def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, 
 
 
 def policy_figures(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
-    """Return the figures of a policy over all its decisions, with their keys in JSON."""
+    """Return a policy's figures over all its decisions, by JSON key."""
     return {
         "label": policy.label,
         "policy": policy.policy,
@@ -182,7 +182,7 @@ def policy_figures(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
-    """Return a table with a row for each mapping of ``policy_figures``. Times appear only if they are known."""
+    """Return a table with a row for each result of ``policy_figures``. Times appear only if they are known."""
     has_times = any(row["saved_ms"] or row["moe_ms"] is not None for row in figures)
     return table_of(
         figures,
@@ -207,7 +207,7 @@ def _net_ms(row: Mapping[str, Any]) -> str | None:
 
 
 def _check_outputs(out: Path | None, report: Path | None, charts: Path | None) -> None:
-    """Check before the long replay that all results can be written. Raises ``OutputError`` or ``UserError``."""
+    """Check that all results can be written before the replay starts. Raises ``OutputError`` or ``UserError``."""
     for path, suffix in ((out, ".json"), (report, ".html")):
         if path is not None:
             check_output(path, (suffix,))
@@ -257,7 +257,7 @@ def _print(console: Console, result: Replay, assumptions: Sequence[Assumption]) 
 
 
 def _document(result: Replay, assumptions: Sequence[Assumption]) -> dict[str, Any]:
-    """Return all figures of a replay, with their keys in JSON."""
+    """Return all figures of a replay by JSON key."""
     policies = {
         policy.label: {
             **policy_figures(result, policy),

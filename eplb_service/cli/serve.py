@@ -25,9 +25,9 @@ _LEASE_LOST_EXIT_CODE = 1
 
 
 def _flags() -> list[Any]:
-    """Return the service's own flags, followed by the planner's.
+    """Return the service's own flags, followed by the planner's flags.
 
-    They have no default here, so that a flag takes precedence over the environment and the file only if it is given.
+    They have no defaults here, so that a flag overrides the environment and the file only if it is given.
     """
     planner = PlannerSettings.__dataclass_fields__
     return [
@@ -72,7 +72,7 @@ def serve(
             )
         asyncio.run(serve_until_stopped(settings, _announce))
     except LeaseLostError as error:
-        # This is not a mistake by the user. A process supervisor restarts the service, which then waits for the lease.
+        # This is not a user error. A process supervisor restarts the service, which then waits for the lease.
         typer.echo(f"eplb: error: {error}", err=True)
         raise typer.Exit(_LEASE_LOST_EXIT_CODE) from error
     except (SettingsError, StoreError, ListenError, LeaseError) as error:

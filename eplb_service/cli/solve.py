@@ -99,7 +99,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Heat and deployment, to be solved with different settings."""
+    """Heat and deployment, which are solved with different settings."""
 
     window: Window
     slots: int
@@ -119,17 +119,17 @@ class _Problem:
 def _report(
     problem: _Problem, settings: PlannerSettings, solution: Solution, solve_ms: float
 ) -> dict[str, Any]:
-    """Return the solution's figures, and those on other kinds of hosts, with their keys in JSON.
+    """Return the figures of the solution, and those for other kinds of hosts, by JSON key.
 
     A figure that does not apply is ``None``. PARs are means over layers and steps. ``ms_after`` is the time per step of
-    the slowest ranks of all layers.
+    each layer's slowest rank, summed over the layers.
     """
     window = problem.window
     layers, ranks, slots = solution.phy2log.shape
     placement = Placement(solution.phy2log, window.experts)
     fixed_RLE = first_tables(placement, settings.split, settings.deal_width)
     fixed = split_steps(window.heat_TLE, placement, fixed_RLE, window.source_RLE, settings.split)
-    # The placement's optimism is assumed to be the same with fixed tables.
+    # Assume that the placement's optimism is the same with fixed tables.
     optimism_L = np.array([verdict.optimism or 0.0 for verdict in solution.verdicts])
     even = None
     if settings.split == TABLES:
@@ -192,7 +192,7 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
 
 
 def _print_alternatives(console: Console, report: Mapping[str, Any]) -> None:
-    """Print the times according to the cost curve, and the results with another split of tokens over replicas."""
+    """Print the times according to the cost curve, and the results with other splits of tokens over replicas."""
     if report["ms_before"] is not None:
         console.print(
             f"According to the cost curve, the slowest ranks of all layers take {report['ms_after']:.3f} ms per step; "

@@ -115,7 +115,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Grid:
-    """Options of a sweep, and the values of its varied settings.
+    """Options of a sweep, including the values of its varied settings.
 
     ``settings`` has a pair for each combination of --set: the varied values by name, and the resulting settings.
     """
@@ -141,7 +141,7 @@ class _Grid:
         ranks = self.group.ranks
         counts = self.layout.counts(trace.experts, ranks)
         setups = setups_of(self.windows, self.intervals, counts)
-        # All setups score the same steps: those after the latest first decision.
+        # All setups are scored on the same steps: those after the latest of their first decisions.
         start = max(setup.first for setup in setups)
         for settings in {settings.expert_groups: settings for _, settings in self.settings}.values():
             check_groups(settings, trace.experts, counts, self.group.topology(trace))
@@ -182,7 +182,7 @@ def _value(setting: Field[Any], text: str) -> Any:
 
 
 def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tuple[list[Row], bool]:
-    """Replay all cells. Returns their rows in order, and True if Ctrl-C stopped the sweep early."""
+    """Replay all cells. Return their rows in order, and True if Ctrl-C stopped the sweep early."""
     from eplb_service.replay.sweep import sweep as run_sweep
 
     rows_of_cell: dict[int, list[Row]] = {}
@@ -204,7 +204,7 @@ def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tu
 
 
 def _rows(cell: SweepCell, result: Replay) -> list[Row]:
-    """Return a row for each policy of a cell, with its keys in JSON."""
+    """Return a row of figures by JSON key for each policy in a cell."""
     return [
         {"trace": cell.file.path, "settings": cell.varied, **policy_figures(result, policy)}
         for policy in result.policies
@@ -212,7 +212,7 @@ def _rows(cell: SweepCell, result: Replay) -> list[Row]:
 
 
 def _labelled(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with labels that name the policy and every choice that differs between rows."""
+    """Return the rows with labels that state the policy and every choice that differs between rows."""
     choices = [
         [f"{row['slots']} slots", f"window {row['window']}", f"interval {row['interval']}"]
         + [f"{name}={value}" for name, value in row["settings"].items()]
@@ -228,7 +228,7 @@ def _labelled(rows: Sequence[Row]) -> list[Row]:
 def _print(
     console: Console, rows: Sequence[Row], assumptions: Sequence[Assumption], *, interrupted: bool
 ) -> None:
-    """Print a table for each trace with a row per choice and policy, and the means if there are several traces."""
+    """Print a table for each trace, with a row per choice and policy, and the means if there are several traces."""
     by_trace: dict[Path, list[Row]] = {}
     by_label: dict[str, list[Row]] = {}
     for row in _labelled(rows):
@@ -245,7 +245,7 @@ def _print(
 
 
 def _means_table(by_label: Mapping[str, Sequence[Row]]) -> Table:
-    """Return a table of the means over the traces, lowest PAR first."""
+    """Return a table of means over the traces, lowest PAR first."""
     means: list[Row] = [
         {"label": label, **{name: fmean(row[name] for row in rows) for name in ("par", "par_left_alone")}}
         for label, rows in by_label.items()

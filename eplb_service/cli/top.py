@@ -1,6 +1,6 @@
-"""``eplb top``: live terminal view of the deployments of a service, and of one deployment by rank and layer.
+"""``eplb top``: live terminal view of a service's deployments, and of one deployment by rank and layer.
 
-The view fits the terminal, regardless of the deployment's size.
+The view fits on the terminal, regardless of the deployment's size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from eplb_service.cli.output import table_of
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HOT = 1.25
 _SHADES = ((1.0, "blue"), (1.1, "green"), (_HOT, "yellow"), (1.5, "dark_orange"))
-"""Upper bound of load over mean for each colour of a map cell."""
+"""Upper bound on the ratio of load to mean load for each colour of a map cell."""
 _HOTTEST_SHADE = "red"
 """Colour of a cell above all bounds."""
 _CHART_ROWS = 6
@@ -52,14 +52,14 @@ _COMPACT_HEIGHT = 40
 """Terminals with fewer lines get the compact view, which leaves more room for the map."""
 _MAX_CHART_WIDTH = 100
 _MARGIN = 22
-"""Columns beside the map and the chart."""
+"""Number of columns beside the map and the chart."""
 _LINES_BESIDE_MAP = 21
 _LINES_BESIDE_COMPACT_MAP = 7
 _MIN_MAP_ROWS = 5
 _MAX_COMPACT_ITEMS = 2
-"""Number of problems, and of ranks with trouble, that the compact view shows. The others are only counted."""
+"""Maximum number of problems, and of ranks with trouble, that the compact view shows. Any others are only counted."""
 _MAX_PLAN_LAYERS = 5
-"""Number of layers of the last plan that are shown."""
+"""Maximum number of layers of the last plan that are shown."""
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
 _Status: TypeAlias = operator_pb2.GetStatusResponse | None
 _Balance: TypeAlias = operator_pb2.GetBalanceResponse | None
@@ -96,7 +96,7 @@ def top(
                         if quits_within(every):
                             return
             except UserError as error:
-                # The service may be restarting, so keep trying to connect.
+                # The service may be restarting, so keep trying to reconnect.
                 live.update(Text(str(error), style="bold red"), refresh=True)
                 if quits_within(every):
                     return
@@ -164,9 +164,9 @@ def render(
     balance
         Balance of that deployment over time.
     width
-        Columns of the terminal.
+        Terminal width in columns.
     height
-        Lines of the terminal. With ``None``, the map has one line per layer and nothing is shortened.
+        Terminal height in lines. With ``None``, the map has one line per layer and nothing is shortened.
     """
     if details is None or balance is None:
         return Text("no deployments yet: no agent has connected")
@@ -249,7 +249,7 @@ def _other_deployments(deployments: _Deployments, current: operator_pb2.Deployme
 
 
 def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int, rows: int) -> RenderableType:
-    """Draw the realised PAR as blocks, from 1 to the highest value, and the PAR of the initial layout as dashes."""
+    """Draw the realised PAR as blocks, from 1 to the highest value, and the initial layout's PAR as dashes."""
     if not points:
         return Text("nothing measured yet", style="dim")
     newest = points[-1]
@@ -284,7 +284,7 @@ def _map(
 ) -> RenderableType:
     """Draw the load of each rank (columns) in each layer (rows).
 
-    If the map does not fit, a cell covers several ranks and layers and shows the highest of their loads.
+    If the map does not fit, each cell covers several ranks and layers and shows their highest load.
     """
     if not balance.HasField("rank_loads"):
         return Text("")
@@ -327,7 +327,7 @@ def _ranges(count: int, limit: int) -> list[tuple[int, int]]:
 
 
 def _last_switch(balance: operator_pb2.GetBalanceResponse, title_only: bool) -> RenderableType:
-    """Draw the last plan: a title, and a table of the layers whose PAR it lowers most."""
+    """Draw the last plan: a title, and a table of the layers whose PAR it lowers the most."""
     if not balance.HasField("last_plan"):
         return Text("no plan since the service started", style="dim")
     plan = balance.last_plan

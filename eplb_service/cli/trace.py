@@ -33,7 +33,7 @@ trace.command(cls=HelpCommand)(record)
 _OUT = option(help="Trace to write: .zarr (all data), or .npz, .npy, .csv or .parquet (only the heat).")
 _SAMPLED_STEPS = 1024
 _SYNTHESIS_BYTES = 48
-"""Peak memory per synthetic count during its generation."""
+"""Peak memory per synthetic count during generation, in bytes."""
 
 
 @trace.command(cls=HelpCommand)
@@ -162,7 +162,7 @@ def _bounds(name: str, text: str) -> Bounds:
 
 
 def _facts(opened: Trace) -> dict[str, Any]:
-    """Return the shape of a trace and all recorded facts, with their keys in JSON."""
+    """Return the shape of a trace and all recorded facts, by JSON key."""
     steps, layers, experts = opened.shape
     tokens_T = opened.tokens(0, min(steps, _SAMPLED_STEPS))
     counted_by = ["expert" if opened.served_loads(0, 1) is None else "slot"]

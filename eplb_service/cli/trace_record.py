@@ -1,4 +1,4 @@
-"""``eplb trace record``: record the heat of a running service as a native trace, from any host that reaches it."""
+"""``eplb trace record``: record a running service's heat in a native trace, from any host that can reach it."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def record(
 
 
 class _Recording:
-    """Trace of one deployment, built from the messages of the service.
+    """Trace of one deployment, built from the service's messages.
 
     Attributes
     ----------
     recorder
         Writer of the trace; ``None`` until the service has sent the deployment's layout.
     served
-        Layout of all ranks as last received; ``None`` until then.
+        Most recently received layout of all ranks; ``None`` until the first one.
     dropped
-        Number of reports that the service has dropped.
+        Number of reports that the service dropped.
     """
 
     def __init__(self, path: Path, deployment: str, max_steps: int | None) -> None:
@@ -95,7 +95,7 @@ class _Recording:
         return self.recorder.steps if self.recorder else 0
 
     def begin(self, served: ServedModel) -> Recorder:
-        """Begin or continue with a layout of all ranks. Raises ``UserError`` if it does not fit the trace."""
+        """Begin or continue recording with a layout of all ranks. Raises ``UserError`` if it does not fit the trace."""
         shape = served.shape
         rows = list(zip(served.layer_epochs, served.placement.phy2log_LRS, strict=True))
         recorder = self.recorder
@@ -131,7 +131,7 @@ class _Recording:
 
 
 def _follow(recording: _Recording, call: OperatorCalls, seconds: float | None) -> None:
-    """Record the messages of the service until the trace is full, the time is up, or the user presses Ctrl-C."""
+    """Record the service's messages until the trace is full, the time is up, or the user presses Ctrl-C."""
     request = operator_pb2.WatchHeatRequest(deployment=recording.deployment)
     stream = call.stream("WatchHeat", request, seconds)
     with progress_bar("waiting for heat (Ctrl-C stops)", None, TimeElapsedColumn()) as update:
@@ -144,7 +144,7 @@ def _follow(recording: _Recording, call: OperatorCalls, seconds: float | None) -
                 if recorder.full:
                     break
         except KeyboardInterrupt:
-            # The trace is valid at any time, so the steps so far are kept.
+            # The trace is valid at any time, so the steps recorded so far are kept.
             pass
         except WireError as error:
             raise UserError(f"the service sent an invalid message: {error}") from error
@@ -170,7 +170,7 @@ def _record_message(recording: _Recording, message: operator_pb2.WatchHeatRespon
     WireError
         If the message is invalid.
     UserError
-        If it does not fit the trace.
+        If the message does not fit the trace.
     """
     recording.dropped = message.dropped_reports
     kind = message.WhichOneof("message")

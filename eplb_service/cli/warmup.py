@@ -1,4 +1,4 @@
-"""``eplb warmup``, and the compilation of the solver that precedes every command that solves."""
+"""``eplb warmup``, and the solver compilation that precedes every command that solves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def warmup() -> None:
 
 
 def compile_solver() -> None:
-    """Compile the kernels of the solver that are not cached yet, and show the current kernel on a terminal's stderr."""
+    """Compile the solver's kernels that are not cached yet. If stderr is a terminal, show the current kernel there."""
     from eplb_core.solver.jit import compilations
     from eplb_core.solver.warmup import warm_up
 

@@ -1,1 +1,1 @@
-"""Files: heat traces of many formats, the native trace that recordings append to, and placement files of engines."""
+"""File formats: heat traces in many formats, the native trace of recordings, and engines' placement files."""

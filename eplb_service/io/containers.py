@@ -1,6 +1,6 @@
-"""Readers of containers (numpy, torch and JSON files), with limits on their size; no code in a file is ever run.
+"""Size-limited readers for container files (numpy, torch and JSON). They never execute code from a file.
 
-The readers return arrays, records or documents. Other modules decide what these mean.
+The readers return arrays, records or documents. Other modules interpret them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Record: TypeAlias = tuple[str, Mapping[str, Any]]
 
 _MAX_PICKLE_BYTES = 64 << 20
 _PICKLE_PROTOCOL = 2
-"""Protocol that ``torch.save`` uses, and the only one that ``torch.load`` reads without running code."""
+"""Pickle protocol of ``torch.save``, and the only one that ``torch.load`` can read without executing code."""
 _OBJECT_BYTES = 96
-"""Upper bound on the memory of the objects that one byte of a pickle creates."""
+"""Upper bound on the memory, in bytes, of the objects that one byte of a pickle can create."""
 _MAX_EXPANSION = 2000
-"""Upper bound on the bytes that one byte of a file may unpack to.
+"""Maximum plausible ratio of a file's unpacked size to its packed size.
 
-Deflate reaches 1,032 on zeros, and counts in rows stay far below that.
+Deflate reaches 1,032 on zeros, and rows of counts stay far below that.
 """
 _ALWAYS_ALLOWED_BYTES = 256 << 20
-"""Unpacked size that is accepted for a file of any size."""
+"""Unpacked size, in bytes, that is always accepted, however small the file is."""
 _MAX_NUMBER = 1 << 62
 _MAX_COUNT = np.iinfo(np.int32).max
 _TORCH_GLOBALS = frozenset(
@@ -65,12 +65,12 @@ _TORCH_GLOBALS = frozenset(
         ),
     }
 )
-"""Globals that a pickle of tensors and plain containers uses."""
+"""Globals that a pickle of tensors and plain containers may reference."""
 
 
 @contextlib.contextmanager
 def reporting_damage(expected: str) -> Iterator[None]:
-    """Convert any error that a damaged file causes to a one-line ``HeatError``; ``OSError`` passes through.
+    """Convert any error caused by a damaged file to a one-line ``HeatError``; ``OSError`` passes through.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def require(package: str, content: str, extra: str) -> None:
     package
         Import name of the package.
     content
-        Kind of file that the package reads, with its article.
+        Kind of file that the package reads, including its article.
     extra
         Extra of eplb-service that installs the package.
     """
@@ -110,13 +110,13 @@ def require(package: str, content: str, extra: str) -> None:
 
 
 def read_npy(path: Path) -> Array:
-    """Map the array of an ``.npy`` file, so that slices are read on access. Raises ``HeatError``."""
+    """Memory-map the array in an ``.npy`` file, so that slices are read on access. Raises ``HeatError``."""
     with reporting_damage("array of plain numbers"):
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
 
 
 def read_npy_bytes(content: bytes) -> Array:
-    """Return the array of an ``.npy`` file in memory. Raises ``HeatError``."""
+    """Return the array encoded in the bytes of an ``.npy`` file. Raises ``HeatError``."""
     file = io.BytesIO(content)
     with reporting_damage("array of plain numbers"):
         major, _ = np.lib.format.read_magic(file)
@@ -132,7 +132,7 @@ def read_npy_bytes(content: bytes) -> Array:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Return all arrays of an ``.npz`` file by name. Raises ``HeatError``."""
+    """Return all arrays in an ``.npz`` file by name. Raises ``HeatError``."""
     with reporting_damage("archive of arrays"), zipfile.ZipFile(path) as archive:
         if any(
             member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -145,7 +145,7 @@ def read_npz(path: Path) -> dict[str, Array]:
 
 
 def _check_unpacked_size(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raise ``HeatError`` if the members of a zip unpack to too many bytes."""
+    """Raise ``HeatError`` if a zip archive unpacks to too many bytes."""
     check_fits_memory(sum(member.file_size for member in archive.infolist()), path.stat().st_size)
 
 
@@ -155,7 +155,7 @@ def check_fits_memory(claimed: int, packed: int | None = None) -> None:
     Parameters
     ----------
     claimed
-        Memory that reading the file would take, in bytes. The limit is the machine's memory.
+        Memory needed to read the file, in bytes. It must not exceed the machine's memory.
     packed
         Size of the file in bytes. If given, ``claimed`` must also be a plausible unpacked size for it.
     """
@@ -173,30 +173,30 @@ def check_fits_memory(claimed: int, packed: int | None = None) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text as one line of at most 200 characters."""
+    """Return an error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def read_torch(path: Path) -> Any:
-    """Read a file that ``torch.save`` wrote, with every tensor as a numpy array. Needs torch.
+    """Read a file that ``torch.save`` wrote, converting every tensor to a numpy array. Needs torch.
 
-    The file may hold tensors and plain containers: dictionaries, lists, tuples, numbers and text. Tensors of bfloat16,
-    which numpy lacks, become float32. Raises ``HeatError`` if the file is damaged, was written before torch 1.6, or
-    holds any other object. The message does not name the path.
+    The file may contain tensors, dictionaries, lists, tuples, numbers and strings. bfloat16 tensors become float32,
+    because numpy has no bfloat16. Raises ``HeatError`` if the file is damaged, was written before torch 1.6, or
+    contains any other object. The message does not name the path.
     """
     with reporting_damage("file of tensors"):
         _check_torch_archive(path)
         require("torch", "a torch file", "torch")
         import torch
 
-        # Without a mapping, torch trusts the sizes in the pickle and reads beyond the end of a shorter storage.
+        # Without mmap, torch trusts the sizes in the pickle and reads past the end of a shorter storage.
         document = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
         check_fits_memory(_bytes_without_sharing(document, {}), path.stat().st_size)
         return _with_numpy_arrays(document)
 
 
 def _check_torch_archive(path: Path) -> None:
-    """Raise ``HeatError`` if a torch file could use more memory than its size justifies, or holds other objects."""
+    """Raise ``HeatError`` if a torch file needs more memory than its size justifies or has unsupported objects."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         pickles = [name for name in names if name.endswith("/data.pkl")]
@@ -213,7 +213,7 @@ def _check_torch_archive(path: Path) -> None:
 
 
 def _check_pickle(program: bytes) -> None:
-    """Raise ``HeatError`` on a pickle that builds anything other than tensors and plain containers.
+    """Raise ``HeatError`` if a pickle builds anything other than tensors and plain containers.
 
     ``torch.load`` runs no code, but a pickle could still make it call ``bytearray(1 << 40)``, for example.
     """
@@ -223,22 +223,23 @@ def _check_pickle(program: bytes) -> None:
         if operation.name == "GLOBAL" and argument not in _TORCH_GLOBALS:
             name = str(argument).replace(" ", ".")
             raise HeatError(f"asks for {name}; only tensors and plain containers are read")
-        # An empty set takes one byte of pickle and 216 bytes of memory, more than _OBJECT_BYTES.
+        # An empty set takes one byte in a pickle but 216 bytes in memory, more than _OBJECT_BYTES.
         if operation.name == "EMPTY_SET":
             raise HeatError("builds a set; only tensors and plain containers are read")
 
 
 def _bytes_without_sharing(value: Any, sizes: dict[int, int | None]) -> int:
-    """Return the memory of the numbers in ``value`` if no object were shared, as when an array is made of it.
+    """Return the memory of the numbers in ``value`` if each shared object is copied, as when building an array.
 
-    In a pickle of a few hundred bytes, lists can contain the same list many times, and a tensor can repeat one number.
+    A pickle of a few hundred bytes can describe far more data: lists can contain the same list many times, and a tensor
+    can repeat one number.
 
     Parameters
     ----------
     value
         Content of a torch file, or a part of it.
     sizes
-        Sizes of the containers that were visited before, by ``id``; ``None`` while a container is being visited.
+        Sizes of the containers visited so far, by ``id``; ``None`` while a container is being visited.
     """
     import torch
 
@@ -257,7 +258,7 @@ def _bytes_without_sharing(value: Any, sizes: dict[int, int | None]) -> int:
 
 
 def _with_numpy_arrays(value: Any) -> Any:
-    """Copy the containers in ``value``, with a numpy array in place of each tensor."""
+    """Copy the containers in ``value``, replacing each tensor with a numpy array."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -273,7 +274,7 @@ def _with_numpy_arrays(value: Any) -> Any:
 
 
 def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:
-    """Return the files of a folder by rank. Raises ``HeatError`` if a rank's file is missing.
+    """Return the per-rank files in a folder, by rank. Raises ``HeatError`` if a rank's file is missing.
 
     Parameters
     ----------
@@ -293,7 +294,7 @@ def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def check_covers_run(path: Path, pattern: str) -> None:
-    """Raise ``HeatError`` if a file covers one rank and the same folder has files of other ranks.
+    """Raise ``HeatError`` if a file covers only one rank and its folder contains other ranks' files.
 
     Without this check, one rank's tokens could be mistaken for the tokens of the whole run.
 
@@ -317,7 +318,7 @@ def check_covers_run(path: Path, pattern: str) -> None:
 
 
 def read_json(path: Path) -> object:
-    """Return the document of a ``.json`` file, or an iterator over the lines of JSON Lines with their locations.
+    """Return the document in a ``.json`` file, or an iterator over the lines of a JSON Lines file with their locations.
 
     Raises ``HeatError`` if a document or a line is not JSON. The message does not name the path.
     """
@@ -419,7 +420,7 @@ def counts_of(
     Raises
     ------
     HeatError
-        If the value is not such an array.
+        If the value is not an array of integers with these axes and bounds.
     """
     if isinstance(value, list) and not value:
         return np.zeros((0, *[1] * (len(axes) - 1)), dtype=np.int64)

@@ -1,6 +1,6 @@
 """Copy a trace, or a slice of one, to another format.
 
-Copies to the native format and to tables hold one batch of steps in memory at a time.
+Copies to the native format and to tables keep only one batch of steps in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from eplb_service.io.native import BATCH_STEPS, SUFFIX, StoredTrace, TraceWriter
 from eplb_service.io.trace import Trace, numbered
 
 SUFFIXES = (SUFFIX, ".npz", ".npy", *TABLES)
-"""Suffixes of the formats that can be written. All formats other than the native one hold only the heat."""
+"""Suffixes of the formats that can be written. Only the native format stores more than the heat."""
 Bounds: TypeAlias = tuple[int, int | None]
-"""Start and end (exclusive) of a range. An end of ``None`` is the end of the trace."""
+"""Start and end (exclusive) of a range. An end of ``None`` means the end of the trace."""
 ALL: Bounds = 0, None
 """The range of all steps or layers."""
 
@@ -48,9 +48,9 @@ def copy_trace(
     layers: Bounds = ALL,
     on_steps: Callable[[int], object] | None = None,
 ) -> tuple[int, int, int]:
-    """Write a trace, or a slice of it, to a file or folder. If it fails, nothing is left behind.
+    """Write a trace, or a slice of it, to a file or folder. A failed copy leaves nothing behind.
 
-    A native copy keeps everything that the trace holds. Numpy files and tables keep the heat by logical expert.
+    A native copy keeps everything in the trace. Numpy files and tables keep the heat by logical expert.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def copy_trace(
     Returns
     -------
     tuple
-        Steps, layers and experts of the copy.
+        Number of steps, layers and experts in the copy.
 
     Raises
     ------
@@ -117,9 +117,10 @@ def _text(bounds: Bounds) -> str:
 
 
 def _write_heat(out: Path, heat_batches: Iterator[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
-    """Write the heat by logical expert, such that the layer numbers can be read back.
+    """Write the heat by logical expert, preserving the layer numbers.
 
-    An ``.npy`` file cannot hold layer numbers. It gets rows of zeros for the dense layers, as in the engines' files.
+    An ``.npy`` file cannot store layer numbers. Instead, it gets rows of zeros for the dense layers, as in the engines'
+    files.
     """
     if out.suffix in TABLES:
         write_table(out, heat_batches, steps, layer_numbers)

@@ -1,6 +1,6 @@
-"""Traces from the named arrays of a file: heat, tokens by slot with a map, routes or weights.
+"""Build traces from a file's named arrays: heat, tokens by slot with a map, routes or weights.
 
-The names, shapes and values of the arrays decide between these meanings. If they leave a choice, the user must make it.
+The arrays' names, shapes and values determine their meaning. If it remains ambiguous, the user must choose.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from eplb_service.io.trace import ArrayTrace, TraceFacts, numbered
 Meaning = Literal["heat", "slots", "routes", "weights"]
 """Meaning of an array.
 
-``heat`` is tokens by logical expert, ``slots`` tokens by physical slot, ``routes`` the experts of each token, and
-``weights`` one sum of tokens per expert, as solvers use it.
+``heat`` is tokens by logical expert, ``slots`` tokens by physical slot, ``routes`` the experts that each token chose,
+and ``weights`` one token total per expert, as used by solvers.
 """
 MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
 
 LAYER_NUMBERS = "layer_numbers"
-"""Name of the array with the model's own layer numbers. In a file that has it, every layer is an MoE layer."""
+"""Name of the array with the model's own layer numbers. If a file has this array, all its layers are MoE layers."""
 MAP_NAMES = ("physical_to_logical_map", "phy2log", "last_physical_to_logical_map")
-"""Names of the array with the expert in each slot."""
+"""Accepted names of the array with the expert in each slot."""
 _NAMES: dict[Meaning, tuple[str, ...]] = {
     "heat": ("heat", "counts", "logical_count", "expert_load"),
     "slots": (
@@ -42,7 +42,7 @@ _NAMES: dict[Meaning, tuple[str, ...]] = {
     "routes": ("routes", "routed_experts", "topk_ids"),
     "weights": ("weight", "weights"),
 }
-"""Names of the arrays of each meaning, most common first."""
+"""Array names for each meaning, most common first."""
 _FLAGS = {
     "meaning": "--as",
     "phy2log": "--map",
@@ -58,16 +58,16 @@ _USED: dict[Meaning, tuple[str, ...]] = {
     "slots": ("experts", "phy2log"),
     "routes": ("experts", "batch", "top_k"),
 }
-"""Fields of ``ReadAs`` that are used for each meaning."""
+"""Fields of ``ReadAs`` that apply to each meaning."""
 _MAX_LAYERS = 512
-"""Upper bound on the layers of any model. An axis that is longer cannot be the layers."""
+"""Upper bound on any model's number of layers. A longer axis cannot be the layer axis."""
 
 
 @dataclass(frozen=True)
 class ReadAs:
-    """Facts that the user states because the file does not; ``None`` if the file decides.
+    """Facts about a file that the user provides; ``None`` if they follow from its content.
 
-    A reader rejects every fact that it does not use.
+    A reader rejects facts that it does not use.
 
     Parameters
     ----------
@@ -80,9 +80,9 @@ class ReadAs:
     batch
         Tokens per step, for routes.
     top_k
-        Experts that a token chooses in each layer, for routes without this axis.
+        Number of experts that a token chooses in each layer, for routes without a choice axis.
     map_layers
-        Layer number of each row of ``phy2log``. Without numbers, the rows are in the order of the heat's layers.
+        Layer number of each row of ``phy2log``. Without numbers, the rows follow the order of the heat's layers.
     map_counts_moe
         True if ``map_layers`` counts only the MoE layers, from 0. Otherwise the numbers are the model's own.
     """
@@ -96,17 +96,17 @@ class ReadAs:
     map_counts_moe: bool = False
 
     def map_of(self, heat_TLX: Array, phy2log: Array, numbers: Sequence[int] = ()) -> Array:
-        """Return the map's row for each layer of the heat, matched by number if both have layer numbers.
+        """Return the map row for each layer of the heat, matched by layer number if both have numbers.
 
         Parameters
         ----------
         heat_TLX
-            Tokens by slot; the second axis is the layers.
+            Tokens by slot; the second axis is the layer axis.
         phy2log
-            The user's map. Without one, the file's map, which has one row per layer of the heat.
+            The user's map if there is one, otherwise the file's map, which has one row per layer of the heat.
         numbers
-            The model's own numbers of the heat's layers. Without numbers, the heat must have the same layers as the
-            map, or every layer of the model.
+            The model's own numbers for the heat's layers. Without numbers, the heat must have the same layers as the
+            map, or all layers of the model.
 
         Returns
         -------
@@ -141,7 +141,7 @@ class ReadAs:
         return phy2log[[row_of.get(number, 0) for number in heat_numbers]]
 
     def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
-        """Reject facts that the user states but the reader does not use.
+        """Reject facts that the user provides but the reader does not use.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class ReadAs:
         used
             Names of the fields that the reader uses.
         makes
-            Meaning of the array that the reader returns. Stating it is allowed, though redundant.
+            Meaning of the array that the reader returns. The user may state it, although it is redundant.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class ReadAs:
 def trace_of_arrays(
     arrays: Mapping[str, Array], origin: str, read_as: ReadAs, file_name: str = ""
 ) -> ArrayTrace:
-    """Return the trace in named arrays.
+    """Build a trace from named arrays.
 
     Counts by slot have one of three shapes: ``[L, P]`` for one step, as in vLLM's ``expert_load_pass``, ``[T, L, P]``,
     or ``[T, L, R, S]``, as vLLM-Ascend gathers them from the ranks.
@@ -180,14 +180,14 @@ def trace_of_arrays(
     origin
         Format that the arrays were read from.
     read_as
-        Facts that the user states.
+        Facts that the user provides.
     file_name
-        Name of the file without its suffix. It can show the meaning of a bare array.
+        Name of the file without its suffix. It can hint at the meaning of a bare array.
 
     Raises
     ------
     HeatError
-        If the arrays are not a trace, or their meaning is ambiguous.
+        If the arrays do not form a trace, or their meaning is ambiguous.
     """
     meaning, name = _meaning_of(arrays, read_as, file_name)
     read_as.refuse_unused(_DESCRIBED[meaning], *_USED[meaning], makes=meaning)
@@ -197,13 +197,13 @@ def trace_of_arrays(
 
 
 def _with_layer_numbers(trace: ArrayTrace, layer_numbers: Array) -> ArrayTrace:
-    """Return the trace with the layer numbers from its file, and every layer marked as an MoE layer."""
+    """Return the trace with the file's layer numbers, marking every layer as an MoE layer."""
     numbers = _checked_numbers(layer_numbers, trace.layers)
     return replace(trace, facts=replace(trace.facts, layer_numbers=numbered(numbers)), states_layers=True)
 
 
 def _checked_numbers(layer_numbers: Array | None, layers: int) -> list[int]:
-    """Return the layer numbers of a file as a list, empty for ``None``.
+    """Return a file's layer numbers as a list, or an empty list for ``None``.
 
     Raises ``HeatError`` unless there is one number per layer, in increasing order.
     """
@@ -219,7 +219,7 @@ def _checked_numbers(layer_numbers: Array | None, layers: int) -> list[int]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Format numbers as text, with runs shortened to "first to last".
+    """Format numbers as text, shortening runs to "first to last".
 
     Examples
     --------
@@ -317,7 +317,7 @@ def _first(arrays: Mapping[str, Array], *names: str) -> Array | None:
 
 
 def _meaning_of(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) -> tuple[Meaning, str]:
-    """Return the meaning and the name of the array to read. Raises ``HeatError`` that asks the user if it is ambiguous.
+    """Return the meaning and the name of the array to read. Raises ``HeatError`` if they are ambiguous.
 
     Only tokens by slot need a map, so a map from the user implies ``--as slots``.
     """
@@ -354,7 +354,7 @@ def _inventory(arrays: Mapping[str, Array]) -> str:
 def _looks_like_placement(array: Array) -> bool:
     """Return True if an array of integers looks like the expert in each slot.
 
-    Its smallest number is then -1, for an empty slot, or every row or layer contains every expert.
+    This is the case if its smallest number is -1, for an empty slot, or if every row or layer contains every expert.
     """
     if array.dtype.kind == "i" and array.min() == -1:
         return True
@@ -366,7 +366,7 @@ def _looks_like_placement(array: Array) -> bool:
 
 
 def _meaning_of_bare(array: Array, file_name: str) -> Meaning:
-    """Return the meaning of an array without a name. Raises ``HeatError`` if it is ambiguous."""
+    """Return the meaning of an unnamed array. Raises ``HeatError`` if it is ambiguous."""
     shape = list(array.shape)
     if array.ndim in (2, 3) and array.size and array.dtype.kind in "iu" and _looks_like_placement(array):
         raise HeatError(

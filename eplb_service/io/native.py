@@ -37,9 +37,9 @@ from eplb_service.io.zarr_column import Column, read_metadata, reading_metadata,
 
 SUFFIX = ".zarr"
 BATCH_STEPS = 64
-"""Steps that are buffered before they are written, and the maximum that a crash loses."""
+"""Number of steps buffered before a write, and the maximum number that a crash can lose."""
 _BATCH_BYTES = 64 << 20
-"""Buffered bytes that trigger an earlier write, for large steps."""
+"""Buffer size, in bytes, that triggers an earlier write if steps are large."""
 _FORMAT = "eplb-trace"
 _VERSION = 1
 _ARRAYS = {
@@ -54,7 +54,8 @@ _ARRAYS = {
     "placement_epoch": ("int64", ("placement",)),
     "placement_phy2log": ("int32", ("placement", "rank", "slot")),
 }
-"""Type and axes of each array. Arrays grow along the first axis; the axis ``physical`` is the slots of all ranks."""
+"""Type and axes of each array. Arrays grow along the first axis; the ``physical`` axis covers the slots of all
+ranks."""
 _PLACEMENT_ARRAYS = ("placement_layer", "placement_epoch", "placement_phy2log")
 _BY_EXPERT = frozenset(("step", "tokens", "phase", "heat"))
 _BY_SLOT = frozenset(("step", "tokens", "phase", "slot_heat", "epoch", *_PLACEMENT_ARRAYS))
@@ -73,7 +74,7 @@ def _tail(name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 class StoredTrace(Trace):
-    """A trace that ``TraceWriter`` wrote or is still writing, with its length at the time of opening.
+    """A trace that ``TraceWriter`` has written or is still writing. Its length is fixed when it is opened.
 
     Parameters
     ----------
@@ -101,7 +102,7 @@ class StoredTrace(Trace):
                 {name: attributes[name] for name in names_of_facts}
             )
             self.counts = {axis: int(attributes[f"{axis}s"]) for axis in ("step", "placement")}
-            """Number of valid rows of the arrays with one row per step, and with one row per placement."""
+            """Number of valid rows in the per-step arrays and in the per-placement arrays."""
             experts = int(attributes["experts"])
         names = frozenset(name for name in _ARRAYS if (folder / name).is_dir())
         if names - {"source_heat"} not in (_BY_EXPERT, _BY_SLOT):
@@ -205,11 +206,11 @@ class StoredTrace(Trace):
 
 
 class TraceWriter:
-    """Writer of a native trace. Only one writer may write a trace at a time.
+    """Writer for a native trace. A trace may have only one writer at a time.
 
-    If the folder exists, it must be a trace of the same deployment, and the new steps are appended. Otherwise, the
-    folder is created when the first steps are written. The first steps decide whether the trace is by expert or by
-    slot, and whether it has source heat.
+    If the folder exists, it must contain a trace of the same deployment, and new steps are appended to it. Otherwise,
+    the folder is created when the first steps are written. The first steps determine whether the trace is by expert or
+    by slot, and whether it has source heat.
 
     Parameters
     ----------
@@ -227,7 +228,7 @@ class TraceWriter:
     OutputError
         If the folder cannot be written.
     HeatError
-        If the folder holds anything other than a trace of the same deployment.
+        If the folder contains anything other than a trace of the same deployment.
 
     Examples
     --------
@@ -273,27 +274,28 @@ class TraceWriter:
         phase_T: npt.ArrayLike | None = None,
         source_TRLE: npt.ArrayLike | None = None,
     ) -> None:
-        """Append steps. They are written in batches.
+        """Append steps, which are written in batches.
 
         Parameters
         ----------
         counts
             Tokens by logical expert ``[t, L, E]``, or by slot ``[t, L, R*S]``.
         epoch_TL
-            Epoch of each layer's placement, ``[t, L]``, for tokens by slot. ``place`` records these placements.
+            Epoch of each layer's placement, ``[t, L]``, for tokens by slot. Record the placements themselves with
+            ``place``.
         step_T
             The model's own step numbers; by default, they continue from the number of steps in the trace.
         tokens_T
             Number of tokens in each step.
         phase_T
-            Phase of each step, as an index into the phases of the facts.
+            Phase of each step, as an index into the phases in the facts.
         source_TRLE
             Tokens by source rank before dispatch, ``[t, R, L, E]``.
 
         Raises
         ------
         HeatError
-            If a count is not an integer of 32 bits, or if the arrays do not fit those that the trace already has.
+            If a count is not an unsigned 32-bit integer, or if the arrays do not match those already in the trace.
         """
         steps = np.shape(counts)[0]
         optional_arrays = {
@@ -324,9 +326,10 @@ class TraceWriter:
             self.flush()
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Record which expert is in each slot of ``layer`` at ``epoch``.
+        """Record the expert in each slot of ``layer`` at ``epoch``.
 
-        A placement that is already recorded is not written again. Raises ``HeatError`` if a different one is recorded.
+        A placement that is already recorded is not written again. Raises ``HeatError`` if a different placement is
+        already recorded for this layer and epoch.
         """
         recorded_RS = self.placements.get((layer, epoch))
         if recorded_RS is None:
@@ -341,7 +344,7 @@ class TraceWriter:
             )
 
     def flush(self) -> None:
-        """Write the pending steps and placements, if there are steps. Raises ``OutputError`` if writing fails."""
+        """Write the pending steps and placements, if any steps are pending. Raises ``OutputError`` if writing fails."""
         if not self._pending["step"]:
             return
         rows = {name: np.concatenate(arrays) for name, arrays in self._pending.items() if arrays}
@@ -384,7 +387,7 @@ class TraceWriter:
         }
 
     def _resume(self) -> None:
-        """Continue the trace in the folder. Raises ``HeatError`` if it is of a different deployment."""
+        """Continue the trace in the folder. Raises ``HeatError`` if it belongs to a different deployment."""
         try:
             stored = StoredTrace(self.path)
         except HeatError as error:
@@ -404,13 +407,13 @@ class TraceWriter:
 
 
 def _described(facts: TraceFacts, layers: int, experts: int) -> str:
-    """Describe a deployment for a message. Equal texts mean that one trace can hold both recordings."""
+    """Describe a deployment for a message. Recordings with equal descriptions can share a trace."""
     ranks = f" on {facts.ranks} ranks of {facts.slots} slots" if facts.ranks else ""
     return f"{experts} experts in {layers} layers{ranks}, with the phases {', '.join(facts.phases)}"
 
 
 def _counts(values: npt.ArrayLike) -> Array:
-    """Return counts as uint32. Raises ``HeatError`` on counts that are fractional, negative, or at least 2**32."""
+    """Return counts as uint32. Raises ``HeatError`` if a count is fractional, negative, or at least 2**32."""
     array = np.asarray(values)
     with np.errstate(invalid="ignore"):
         counts = array.astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Open a trace of any known format. The content of a file decides the format, not its name."""
+"""Open a trace in any known format. The format is detected from the file's content, not from its name."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .js
 """List of the formats that can be opened, for messages and help texts."""
 
 FORMATS_GROUP = "eplb.formats"
-"""Group of the entry points by which installed packages add formats. Each entry point is a ``TraceReader``."""
+"""Entry-point group through which installed packages add formats. Each entry point is a ``TraceReader``."""
 TraceReader: TypeAlias = Callable[[Path, ReadAs], Trace | None]
-"""Reader of an added format, called before the built-in readers.
+"""Reader for an added format, called before the built-in readers.
 
-It returns the trace of a file or folder, or ``None`` if the file has another format.
+It returns the trace in a file or folder, or ``None`` if the format is a different one.
 """
 
 _RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
-"""Kinds of records: the function that recognises one record, and the reader of many."""
+"""Kinds of records, each with a function that recognises a record and a reader for a series of them."""
 
 
 def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
-    """Open a trace of any known format.
+    """Open a trace in any known format.
 
-    Native traces and ``.npy`` files are read in slices, when the heat is used. All other formats are read completely.
+    Native traces and ``.npy`` files are read lazily, in slices. All other formats are read completely.
 
     Parameters
     ----------
     path
-        File or folder. The content decides the format.
+        File or folder. Its content determines the format.
     read_as
-        Facts that the content does not state, such as the number of experts, the map, or the batch. By default none.
+        Facts that the content does not state, such as the number of experts, the map, or the batch size.
 
     Returns
     -------
     Trace
-        Heat that can be read by ranges of steps, with the facts about its origin.
+        Trace whose heat can be read in ranges of steps, with facts about its origin.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Convert any error in reading the trace at ``path`` to a ``HeatError`` whose message begins with the path."""
+    """Convert any error while reading the trace at ``path`` to a ``HeatError`` whose message begins with the path."""
     try:
         yield
     except OSError as error:
@@ -100,7 +100,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
-    """Return all heat of a trace, ``[T, L, E]``: int64, or float64 for fractions. Raises ``HeatError``."""
+    """Return all heat in a trace, ``[T, L, E]``: int64, or float64 if it has fractions. Raises ``HeatError``."""
     trace = open_trace(path, read_as)
     with naming(path):
         return trace.heat(0, trace.steps)
@@ -108,7 +108,7 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
 
 @cache
 def _formats_of_packages() -> tuple[tuple[str, TraceReader], ...]:
-    """Load the readers that installed packages declare. Raises ``HeatError`` naming one that cannot be imported."""
+    """Load the readers that installed packages declare. Raises ``HeatError`` naming any that cannot be imported."""
     readers = []
     for entry in sorted(metadata.entry_points(group=FORMATS_GROUP), key=lambda entry: entry.name):
         try:
@@ -188,7 +188,7 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
 
 
 def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in records. The first record decides their kind."""
+    """Build the trace from records. The first record determines their kind."""
     remaining = iter(records)
     first = next(remaining, None)
     if first is None:
@@ -201,7 +201,7 @@ def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
 
 
 def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
-    """Return the trace in a document.
+    """Build the trace from a document.
 
     A document can be a dump of SGLang's recorder (``logical_count``, or ``records`` of forward passes), one record or a
     list of records of a known kind, a dictionary of named arrays (see ``trace_of_arrays``), or a bare array.

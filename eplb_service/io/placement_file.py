@@ -32,11 +32,11 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 _READERS = {".npz": read_npz, ".npy": read_npy, ".pt": read_torch, ".pth": read_torch}
 _MAX_TEXT_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
-"""Type of the record that holds the placement in vLLM's file."""
+"""Type of the record with the placement in vLLM's file."""
 _SGLANG = "physical_to_logical_map"
-"""Name of the expert in each slot in SGLang's files."""
+"""Name of the array with the expert in each slot in SGLang's files."""
 _NAMES = ("phy2log", _SGLANG, "placement")
-"""Accepted names for the expert in each slot."""
+"""Accepted names of the array with the expert in each slot."""
 
 
 class _Rows(NamedTuple):
@@ -60,12 +60,12 @@ class _Rows(NamedTuple):
 def read_placement(
     path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None
 ) -> Placement:
-    """Read a placement from any file that ``write_placement`` writes, from ``.npy`` or from ``.pt``.
+    """Read a placement from an ``.npy`` or ``.pt`` file, or from any file that ``write_placement`` can write.
 
     Parameters
     ----------
     path
-        Placement file. Numpy files hold ``phy2log`` as ``[L, R, S]``, or as ``[L, R*S]`` like vLLM.
+        Placement file. Numpy files contain ``phy2log`` as ``[L, R, S]``, or as ``[L, R*S]`` as in vLLM.
     experts
         Number of experts E of the deployment.
     ranks
@@ -82,7 +82,7 @@ def read_placement(
     Raises
     ------
     PlacementError
-        If the file cannot be read, or holds no placement of this shape. The message names the file.
+        If the file cannot be read or does not contain a placement of this shape. The error message names the file.
     """
     placed_LRS = read_foreign(path, experts, ranks, layer_numbers)
     try:
@@ -92,10 +92,10 @@ def read_placement(
 
 
 def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None) -> Int32:
-    """Read a placement that another balancer may have made, int32 ``[L, R, S]``.
+    """Read a placement that may come from a different balancer and return it, int32 ``[L, R, S]``.
 
-    Unlike with ``read_placement``, a rank may have two replicas of an expert, and a slot may be empty (-1). The
-    parameters and errors are the same.
+    In contrast to ``read_placement``, a rank may have two replicas of an expert, and a slot may be empty (-1). The
+    parameters and exceptions are the same.
     """
     try:
         phy2log = _of_layers(_read_rows(path), layer_numbers)
@@ -109,7 +109,7 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
 
 
 def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
-    """Return the rows of the layers with these numbers. Raises ``PlacementError`` naming the missing layers."""
+    """Return the rows for these layer numbers. Raises ``PlacementError`` naming the missing layers."""
     phy2log = rows.phy2log
     numbers = rows.numbers
     if phy2log.ndim < 2:
@@ -172,8 +172,8 @@ def _read_rows(path: Path) -> _Rows:
 def placement_format(path: Path, format: str | None = None) -> Format:
     """Return the format to write to ``path``.
 
-    This is ``format`` if it is given, and otherwise the first format that uses the suffix; for ``.json`` that is
-    vLLM-Ascend's. Raises ``PlacementError`` if the format does not exist or does not use the suffix.
+    This is ``format`` if given, and otherwise the first format that uses the suffix, such as vLLM-Ascend's for
+    ``.json``. Raises ``PlacementError`` if the format does not exist or does not use the suffix.
     """
     if format is not None and format not in FORMATS:
         raise PlacementError(f"unknown format {format!r}; choose one of {', '.join(FORMATS)}")
@@ -192,7 +192,7 @@ def write_placement(
     layer_numbers: Sequence[int] | None = None,
     draft_layers: int = 0,
 ) -> None:
-    """Write a placement to an ``.npz`` (``phy2log`` and ``log2phy``), or to a file that an engine loads.
+    """Write a placement to an ``.npz`` file (``phy2log`` and ``log2phy``), or to a file that an engine can load.
 
     Parameters
     ----------
@@ -201,14 +201,14 @@ def write_placement(
     placement
         Placement of all layers.
     log2phy_RLE
-        Tables, int32 ``[R, L, E]``. Only numpy files hold them; engines make their own.
+        Tables, int32 ``[R, L, E]``. Only numpy files store them; engines compute their own.
     format
         One of ``FORMATS``. By default, the suffix of ``path`` decides (see ``placement_format``).
     layer_numbers
-        The model's own numbers of the placement's layers, which SGLang and TensorRT-LLM use. By default 0, 1, 2, ...
+        The model's own numbers for the placement's layers, which SGLang and TensorRT-LLM use. By default 0, 1, 2, ...
     draft_layers
-        Number of layers of a draft (MTP) model after the last layer, which TensorRT-LLM and vLLM-Ascend count as well.
-        Their heat is unknown, so each gets the experts in order, starting over in the redundant slots.
+        Number of draft (MTP) layers after the model's last layer, which TensorRT-LLM and vLLM-Ascend also count. Their
+        heat is unknown, so each of them has the experts in order, starting over at expert 0 in the redundant slots.
 
     Raises
     ------
@@ -253,7 +253,7 @@ def write_placement(
 
 
 def _with_draft_layers(placement: Placement, log2phy_RLE: Int32, count: int) -> tuple[Placement, Int32]:
-    """Return the placement and tables with ``count`` more layers, in which the experts are in order."""
+    """Return the placement and tables with ``count`` additional layers that have the experts in order."""
     in_order_P = np.arange(placement.ranks * placement.slots, dtype=np.int32) % placement.experts
     rows_DRS = np.tile(in_order_P.reshape(1, placement.ranks, -1), (count, 1, 1))
     drafts = Placement(rows_DRS, placement.experts)
@@ -289,8 +289,8 @@ def _expert_map_document(placement: Placement, _numbers: Sequence[int]) -> dict[
 def _sglang_document(placement: Placement, numbers: Sequence[int]) -> dict[str, Any]:
     """Return SGLang's ``--init-expert-location``: ``physical_to_logical_map``, with one row per layer of the model.
 
-    SGLang looks up a layer by the model's own number, so dense layers need a row as well. It has the experts in order,
-    as in SGLang's own trivial map.
+    SGLang looks up a layer by the model's own number, so dense layers need a row as well. Their rows have the experts
+    in order, as in SGLang's own trivial map.
     """
     phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (numbers[-1] + 1, 1))
@@ -396,7 +396,7 @@ def _rows_of_assignments(document: Mapping[Any, Any]) -> _Rows:
 def _are_of_model(numbers: Sequence[int]) -> bool:
     """Return True if layer numbers are the model's own.
 
-    Engines that count only the MoE layers use all numbers from 0.
+    Engines that count only the MoE layers number them consecutively from 0.
     """
     return sorted(numbers) != list(range(len(numbers)))
 
@@ -410,7 +410,7 @@ def _checked_numbers(layer_numbers: Any, count: int) -> list[int]:
 
 
 def _numbers_of(entries: list[dict[str, Any]], key: str) -> list[int]:
-    """Return the number in each entry, or its index if no entry has a number, as in vLLM-Ascend's own tests."""
+    """Return each entry's number, or its index if no entry has a number, as in vLLM-Ascend's own tests."""
     if not any(key in entry for entry in entries):
         return list(range(len(entries)))
     numbers = [int(entry[key]) for entry in entries]

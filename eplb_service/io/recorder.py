@@ -20,18 +20,18 @@ from eplb_service.io.native import TraceWriter
 from eplb_service.io.trace import PHASES, TraceFacts
 
 MAX_SOURCE_COUNTS = 1 << 21
-"""Limit on ranks x layers x experts for recording source heat. At the limit, a step takes 8 MB."""
+"""Maximum of ranks x layers x experts for recording source heat. At the maximum, a step takes up 8 MB."""
 
 _PHASE_OF = {
     phase: PHASES.index(phase.name.lower())
     for phase in (StepPhase.PREFILL, StepPhase.DECODE, StepPhase.MIXED)
 }
-"""Index into ``PHASES`` of each phase that a rank with tokens reports."""
+"""Index into ``PHASES`` for each phase that a rank with tokens can report."""
 
 
 @dataclass
 class _Step:
-    """The reports of one step by rank. Their arrays are not copied."""
+    """Reports of one step, by rank. Their arrays are not copied."""
 
     number: int
     reports: dict[int, HeatReport] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _Step:
 
     @property
     def phase(self) -> int:
-        """Index into ``PHASES``. A step is mixed if the ranks differ."""
+        """Index of the step's phase in ``PHASES``. A step is mixed if its ranks' phases differ."""
         phases = self.phases
         return _PHASE_OF[StepPhase(phases.pop())] if len(phases) == 1 else PHASES.index("mixed")
 
@@ -96,7 +96,7 @@ class _Lock:
                 raise OutputError(
                     f"{path}: another recording is writing to this trace; stop it, or choose another name"
                 ) from None
-            # The previous holder may have removed the file after this process opened it and before it locked it.
+            # The previous holder may have removed the file between this process opening and locking it.
             if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
                 self._file = file
             else:
@@ -111,18 +111,18 @@ class _Lock:
 
 
 class Recorder:
-    """Writer of the ranks' reports to one native trace.
+    """Recorder that writes the ranks' reports to a native trace.
 
-    A step is recorded once every rank has reported it under the same, recorded placement. Otherwise it is counted in
-    ``lost``.
+    A step is recorded once every rank has reported it under the same placement and that placement is recorded.
+    Otherwise it is counted in ``lost``.
 
     Source heat is recorded if every rank reports it in the first step and its size is at most ``MAX_SOURCE_COUNTS``.
-    If the ranks do not count the tokens in their slots, the recorder computes them from the source heat and the tables.
+    If the ranks do not count tokens by slot, the recorder computes these counts from the source heat and the tables.
 
     Parameters
     ----------
     path
-        Folder of the trace. If it holds a trace of the same deployment, the recording is appended.
+        Folder of the trace. If it contains a trace of the same deployment, the recording is appended to it.
     facts
         Facts about the deployment. ``ranks`` and ``slots`` are required. The recorder sets the names of the phases.
     layers
@@ -137,9 +137,10 @@ class Recorder:
     Raises
     ------
     OutputError
-        By any method, if the trace cannot be written. By the constructor also if another recorder is writing it.
+        If the trace cannot be written, or, in the constructor, if another recorder is writing it. Any method may raise
+        this.
     HeatError
-        By any method, if the trace in the folder or a report does not fit the recording.
+        If the trace in the folder or a report does not match the recording. Any method may raise this.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Recorder:
         self._begun = False
 
     def add(self, rank: int, report: HeatReport) -> None:
-        """Add a rank's report. The caller must not change its arrays afterwards."""
+        """Add a rank's report. The caller must not modify its arrays afterwards."""
         if report.slot_counts_TLS is None and any(table is None for table in self._tables.values()):
             raise HeatError(
                 f"rank {rank} does not count tokens by slot, and the tables to compute them from are too large to be "
@@ -216,7 +217,7 @@ class Recorder:
         self._record_pending()
 
     def close(self) -> None:
-        """Write the pending steps and release the trace. Steps that a rank has not reported are not written."""
+        """Write the pending steps and release the trace. Steps that some rank has not reported are dropped."""
         try:
             self._record_pending(ended=True)
             self._writer.flush()
@@ -240,7 +241,7 @@ class Recorder:
                 return
             self._next = number + 1
             del self._pending[number]
-            # Incomplete steps before the first complete one are not lost: the recording began between reports.
+            # Incomplete steps before the first complete one do not count as lost: the recording began between reports.
             self._begun |= complete
             if self.full or (complete and not step.phases):
                 continue
@@ -266,7 +267,7 @@ class Recorder:
             phase_T=[step.phase],
             source_TRLE=None if sources is None else [sources],
         )
-        # Epochs only grow, so no later step uses older tables.
+        # Epochs only increase, so no later step uses older tables.
         self._tables = {key: table for key, table in self._tables.items() if key[1] >= epochs[key[0]]}
         return True
 
@@ -275,7 +276,7 @@ class Recorder:
     ) -> npt.NDArray[np.int64] | None:
         """Return the tokens by slot, int64 ``[L, R*S]``, or ``None`` if they are unknown.
 
-        They are the ranks' counts, or are computed from the source heat and the tables at these epochs.
+        They are either reported by the ranks or computed from the source heat and the tables at these epochs.
         """
         rank_counts = step.by_rank("slot_counts_TLS")
         if rank_counts is not None:

@@ -1,4 +1,4 @@
-"""Heat from the experts of each token, batched into steps by a documented rule, or from tokens by physical slot."""
+"""Compute heat from each token's experts, batched into steps by a documented rule, or from tokens by physical slot."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def trace_of_routes(
     """Return the heat of decoding ``batch`` requests concurrently.
 
     Each of the ``batch`` positions contributes one token per step. When its request ends, it continues with the next
-    request in file order. The last steps are dropped if some positions are empty.
+    request in file order. The final steps, in which some positions are empty, are dropped.
 
     Parameters
     ----------
     routes_KLC
-        Experts of each token, integers ``[tokens, L, choices]`` below ``experts``, with the tokens of a request in
+        Experts that each token chose, integers ``[tokens, L, choices]`` below ``experts``. Each request's tokens are in
         order.
     request_bounds
-        First token of each request and the end of the last one, ``[requests + 1]``. Without it, each step is ``batch``
-        consecutive tokens.
+        Index of each request's first token, and the end of the last request, ``[requests + 1]``. Without it, every
+        ``batch`` consecutive tokens form a step.
     experts
-        Number of experts E. By default, the largest expert that was chosen, plus one; the trace's origin then says so.
+        Number of experts E. By default, the largest chosen expert plus one, which the trace's origin then mentions.
     batch
         Number of concurrent requests, by default ``DEFAULT_BATCH``.
     origin
@@ -54,7 +54,7 @@ def trace_of_routes(
 
     Examples
     --------
-    Requests of three, one and two tokens, two at a time: the third request continues in the position of the second.
+    Requests of three, one and two tokens are decoded two at a time. The third takes over the second's position:
 
     >>> routes_KLC = np.array([[[0]], [[0]], [[0]], [[1]], [[2]], [[2]]])
     >>> trace = trace_of_routes(routes_KLC, [0, 3, 4, 6], experts=3, batch=2, origin="example")
@@ -120,7 +120,7 @@ def moe_layers(chosen_KLC: Array) -> list[int]:
 
 
 def look_like_routes(array: Array) -> bool:
-    """Return True if an array without a name can only be routes ``[tokens, L, choices]``.
+    """Return True if an unnamed array can only be routes ``[tokens, L, choices]``.
 
     The choices of each token are distinct small integers. With 64 rows or more, heat is unlikely to have this property.
     """
@@ -131,7 +131,7 @@ def look_like_routes(array: Array) -> bool:
 
 
 def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: int) -> Int64:
-    """Return the request bounds as int64 ``[requests + 1]``; without bounds, one request has all tokens."""
+    """Return the request bounds as int64 ``[requests + 1]``; without bounds, all tokens form one request."""
     bounds = np.asarray([0, tokens] if request_bounds is None else request_bounds)
     increasing = (
         bounds.ndim == 1
@@ -153,13 +153,13 @@ def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: in
 def steps_and_places(bounds: Int64, batch: int) -> tuple[Int64, Int64]:
     """Return the step and the batch position of each token, both int64 ``[tokens]``.
 
-    When a request ends, its position continues with the next request in file order. A single request is cut into steps
-    of ``batch`` tokens.
+    When a request ends, its position continues with the next request in file order. A single request is split into
+    steps of ``batch`` tokens.
 
     Parameters
     ----------
     bounds
-        First token of each request and the end of the last one, ``[requests + 1]``.
+        Index of each request's first token, and the end of the last request, ``[requests + 1]``.
     batch
         Number of concurrent requests.
     """
@@ -179,7 +179,7 @@ def steps_and_places(bounds: Int64, batch: int) -> tuple[Int64, Int64]:
 
 
 def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | None = None) -> Array:
-    """Return the heat by logical expert, ``[T, L, E]``, for tokens by slot.
+    """Convert tokens by slot to heat by logical expert, and return it, ``[T, L, E]``.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | N
     phy2log
         Expert in each slot, ``[L, P]`` or ``[L, R, S]``, or ``[P]`` if it is the same in all layers.
     experts
-        Number of experts E; by default, the largest expert in the map, plus one.
+        Number of experts E; by default, the largest expert in the map plus one.
 
     Raises
     ------

@@ -14,22 +14,22 @@ from eplb_core.heat.window import HeatError
 from eplb_core.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
-"""Change of popularity over time.
+"""Pattern of popularity changes over time.
 
-``static`` popularity only jitters, ``drift`` walks randomly, ``phased`` alternates between two domains, and ``bursty``
-jumps in groups of experts.
+``static`` popularity only jitters, ``drift`` follows a random walk, ``phased`` alternates between two domains, and
+``bursty`` jumps in groups of experts.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# These values are not fitted to any router. They make each kind difficult for a balancer in a different respect.
+# These values are not fitted to any router. They make each kind difficult for a balancer in a different way.
 _JITTER_LOG_SD = 0.1
 """Standard deviation of the step-to-step jitter of a static log-popularity."""
 _DRIFT_LOG_SD = 0.04
-"""Standard deviation of a drifting log-popularity's step."""
+"""Standard deviation of each step of a drifting log-popularity."""
 _DRIFT_PULL = 0.999
-"""Fraction of a drifting log-popularity's deviation that is kept from step to step.
+"""Fraction of a drifting log-popularity's deviation that carries over to the next step.
 
-It bounds the standard deviation of the walk to less than 1, however long the trace is.
+It keeps the standard deviation of the walk below 1, however long the trace is.
 """
 _PHASE_STEPS = 50
 """Mean length of a phase. Phases are up to a fifth longer or shorter."""
@@ -38,24 +38,24 @@ _PHASE_SHARE = 0.9
 _BURST_GROUP = 8
 """Number of experts that burst together."""
 _BURST_LOG_GAIN = 1.3
-"""Log-popularity that a burst adds, which is 3.7 times the tokens."""
+"""Increase in log-popularity during a burst, which multiplies the tokens by 3.7."""
 _BURST_STEPS_ON = 10
 """Mean length of a burst, in steps."""
 _BURST_STEPS_OFF = 50
-"""Mean steps between two bursts of a group."""
+"""Mean number of steps between two bursts of a group."""
 
 
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Return the heat of a synthetic workload, int32 ``[T, L, E]``. Equal arguments give equal heat.
+    """Return the heat of a synthetic workload, int32 ``[T, L, E]``. The same arguments give the same heat.
 
     Each step and layer sums to ``tokens * top_k``, and no count exceeds ``tokens``.
 
     Parameters
     ----------
     kind
-        Change of popularity over time, one of ``KINDS``.
+        Pattern of popularity changes, one of ``KINDS``.
     steps
         Number of steps T.
     layers
@@ -72,7 +72,7 @@ def synthetic_heat(
     Raises
     ------
     HeatError
-        If the kind is unknown, or no router could have these sizes.
+        If the kind is unknown, or these sizes are impossible for a router.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Return log-popularities that walk randomly and are pulled back to their initial values."""
+    """Return log-popularities that follow a random walk with a pull back to their initial values."""
     walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
     for step in range(1, steps):
         walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]
@@ -121,7 +121,7 @@ def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
     """Return the log-popularities of two domains, mixed alternately 9:1 and 1:9 for about 50 steps each.
 
-    The hottest expert of one domain is the coldest of the other, and so on.
+    The two domains rank the experts in opposite order: the hottest expert of one is the coldest of the other.
     """
     coldness_LE = np.argsort(np.argsort(-log_LE, axis=1), axis=1)
     reversed_LE = np.take_along_axis(np.sort(log_LE, axis=1), coldness_LE, axis=1)
@@ -134,7 +134,7 @@ def _phased(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Return log-popularities with bursts: groups of 8 experts are hot for about 10 steps, then not for about 50.
+    """Return log-popularities with bursts: groups of 8 experts are hot for about 10 steps, then normal for about 50.
 
     Each layer draws its own groups.
     """
@@ -155,9 +155,9 @@ _MOVEMENTS = {"static": _static, "drift": _drift, "phased": _phased, "bursty": _
 
 
 def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
-    """Return shares ``[N, E]`` in proportion to the weights, limited to ``cap``.
+    """Return shares ``[N, E]`` proportional to the weights and capped at ``cap``.
 
-    The surplus of the limited experts goes to the remaining experts in proportion to their weights.
+    The surplus of capped experts goes to the remaining experts in proportion to their weights.
     """
     experts = weights_NE.shape[1]
     if cap * experts <= 1:

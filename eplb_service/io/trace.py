@@ -17,9 +17,9 @@ Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
 
 _SOURCE_STEPS = 8
-"""Steps of source heat that are held in memory at once while they are summed."""
+"""Number of steps of source heat that are summed at a time, to limit memory use."""
 _STEPS_SCANNED = 64
-"""Steps that are read at once in the search for dense layers."""
+"""Number of steps read at a time when searching for dense layers."""
 PHASES = ("unknown", "prefill", "decode", "mixed")
 """Phases of recorded steps. In a mixed step, some requests prefill while others decode."""
 
@@ -39,7 +39,7 @@ class TraceFacts:
     slots
         Slots per rank S of the recorded deployment.
     top_k
-        Experts that each token chooses.
+        Number of experts that each token chooses.
     bytes_per_expert
         Size of one expert's weights, in bytes.
     nodes_R
@@ -47,7 +47,7 @@ class TraceFacts:
     phases
         Names of the phases that the steps' phase numbers refer to.
     batching
-        Rule that formed the steps from tokens, if they are not the steps that the model served.
+        Rule by which tokens were grouped into steps, if these are not the steps that the model served.
     layer_numbers
         The model's own number of each MoE layer. Empty if the numbers are 0, 1, 2 and so on.
 
@@ -168,7 +168,7 @@ class Trace(ABC):
 
 @dataclass(frozen=True)
 class ArrayTrace(Trace):
-    """A trace whose heat is one array, in memory or mapped from a file. Each slice is validated when it is read.
+    """A trace whose heat is one array, in memory or memory-mapped. Each slice is validated when it is read.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ class ArrayTrace(Trace):
     phase_T
         Index into ``facts.phases`` of each step, ``[T]``; ``None`` if unknown.
     states_layers
-        True if the file names its MoE layers. A layer without tokens is then an MoE layer as well.
+        True if the file names its MoE layers. Layers without tokens then also count as MoE layers.
 
     Raises
     ------

@@ -19,14 +19,14 @@ _WindowMean: TypeAlias = tuple[Float64, npt.NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Statistics of a trace. Those of each layer are float64 ``[L]``, or ``None`` if they cannot be computed.
+    """Statistics of a trace. Per-layer statistics are float64 ``[L]``, or ``None`` if they cannot be computed.
 
     Parameters
     ----------
     window
         Steps per window. Drift is measured between consecutive windows.
     choices_L
-        Mean number of expert choices in a step: tokens times experts per token.
+        Mean number of expert choices per step: tokens times experts per token.
     hottest_L
         Share of the hottest expert, times E. It is 1 if all experts are equally hot.
     top_tenth_L
@@ -34,13 +34,13 @@ class TraceStatistics:
     drift_L
         Mean total variation, 0 to 1, between the expert shares in one window and in the next.
     drift_noise_L
-        Value of ``drift_L`` that token sampling would cause if the shares did not change.
+        Value of ``drift_L`` that token sampling alone would cause if the shares did not change.
     par_L
-        Mean PAR of a step with the experts placed in order.
+        Mean PAR per step with the experts placed in order.
     floor_L
-        Mean noise floor of a step: the PAR that token sampling gives a perfectly balanced placement.
+        Mean noise floor per step: the PAR that token sampling gives a perfectly balanced placement.
     par_served_L
-        Mean PAR of a step during the recording.
+        Mean PAR per step during the recording.
     """
 
     window: int
@@ -60,12 +60,12 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
     Parameters
     ----------
     trace
-        Trace to read. ``par_served_L`` needs the loads of the ranks.
+        Trace to read. ``par_served_L`` requires recorded rank loads.
     window
         Steps per window. Drift is measured between windows.
     ranks
-        Number of ranks for ``par_L`` and ``floor_L``, which are ``None`` without it. The experts are placed in order,
-        with as few slots as possible.
+        Number of ranks for ``par_L`` and ``floor_L``, which are ``None`` if it is not given. The experts are placed in
+        order, with as few slots as possible.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
 
     Examples
     --------
-    On two ranks, expert 0 and 1 share the first rank, which has 6 of the 8 tokens: the PAR is 6 / 4.
+    On two ranks, experts 0 and 1 share the first rank, which has 6 of the 8 tokens: the PAR is 6 / 4.
 
     >>> from eplb_service.io.trace import ArrayTrace
     >>> result = statistics(ArrayTrace(np.array([[[5, 1, 1, 1]]])), window=1, ranks=2)
@@ -104,7 +104,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         heat_TLE = trace.heat(first, min(trace.steps, first + window))
         sum_LE = heat_TLE.sum(axis=0, dtype=np.float64)
         total_LE += sum_LE
-        # A short last window would show more drift, only because it has more sampling noise.
+        # A short last window would show more drift merely because it has more sampling noise.
         if previous_LE is not None and len(heat_TLE) == window:
             drift_L += _variation(previous_LE, sum_LE)
             noise_L += _expected_variation(previous_LE + sum_LE)
@@ -164,12 +164,12 @@ def _variation(first_LE: Float64, second_LE: Float64) -> Float64:
 def _expected_variation(total_LE: Float64) -> Float64:
     """Return the expected total variation between two windows that differ only by token sampling.
 
-    The difference of the two shares of an expert is nearly normal, with variance 2p(1-p)/n for n tokens per window.
+    The difference between an expert's two shares is nearly normal, with variance 2p(1-p)/n for n tokens per window.
 
     Parameters
     ----------
     total_LE
-        Tokens in both windows together.
+        Total tokens in both windows.
     """
     share_LE = _shares(total_LE)
     half_L = np.maximum(total_LE.sum(axis=1) / 2, 1.0)

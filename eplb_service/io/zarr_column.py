@@ -63,10 +63,10 @@ def write_metadata(folder: Path, document: dict[str, Any]) -> None:
 
 
 class Column:
-    """Array that is open for reading and appending, with ``rows`` written rows of shape ``tail``."""
+    """Array that is open for reading and appending. It has ``rows`` rows of shape ``tail``."""
 
     def __init__(self, path: Path, document: dict[str, Any], dtype: str) -> None:
-        """Parse the array's metadata. May raise any exception if it is damaged or of another kind."""
+        """Parse the array's metadata. May raise any exception if it is damaged or of a different kind."""
         self._path = path
         self._document = document
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -143,7 +143,7 @@ class Column:
         return int(self._dtype.itemsize) * math.prod(self._chunks)
 
     def write(self, first: int, rows: Array) -> None:
-        """Write the rows from ``first`` to the end. Raises ``HeatError``, ``OSError`` or ``OutputError``."""
+        """Write rows from index ``first`` to the new end. Raises ``HeatError``, ``OSError`` or ``OutputError``."""
         steps = self._chunks[0]
         last = first + len(rows)
         for begin in range(first - first % steps, last, steps):

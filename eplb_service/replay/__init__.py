@@ -1,1 +1,1 @@
-"""Replays of recorded traces: the planner decides as it would online, and each decision is scored on the next steps."""
+"""Replays of recorded traces: the planner decides as it would online, and each decision is scored on later steps."""

@@ -1,6 +1,6 @@
-"""Advice for a deployment from replays of several settings: whether balancing pays, and which settings to use.
+"""Advise on a deployment by replaying several settings: whether balancing pays off, and which settings to use.
 
-All replays score the same steps, so a setting has the same figures in every table.
+All replays are scored on the same steps, so a setting has the same figures in every table.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from eplb_service.replay.policy import Job, ReplayError, Setup
 from eplb_service.replay.result import Replay, Score
 
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
-"""Prices of moves in the comparison of balance and moves."""
+"""Move prices to compare in the trade-off between balance and moves."""
 SAME_TIME = 0.01
-"""Fraction of the time by which a setting must be faster to justify more slots or moves."""
+"""Minimum relative time saving that justifies more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
 _FREE = ", free moves"
-"""Suffix of the label of a job that does not charge for moves."""
+"""Label suffix of jobs that do not charge for moves."""
 _SAME_PAR = 0.01
-"""Fraction of the best PAR within which PARs count as equal. Among equal settings, the cheapest one is chosen."""
+"""Relative distance from the best PAR within which PARs count as equal. The cheapest of equal settings is chosen."""
 _SURE_ERRORS = 2.0
-"""Number of standard errors of their difference within which two PARs count as equal."""
+"""Two PARs count as equal if they differ by at most this many standard errors."""
 _MIN_INTERVALS = 4
-"""Fewest intervals from which that standard error is computed."""
+"""Minimum number of intervals for computing that standard error."""
 _MEMORY_GAIN = 0.1
-"""Fraction of the largest gain that more slots must add to justify their memory, without a cost curve."""
+"""Minimum fraction of the largest gain that extra slots must add to justify their memory, without a cost curve."""
 _READING_TOKENS = 128.0
-"""Mean tokens of an expert below which most devices only wait for weight reads. The knees of the shipped curves are at
+"""Mean tokens per expert below which most devices are limited by weight reads. The knees of the shipped curves are at
 100 to 150 tokens."""
 _MIN_GAIN = 0.03
-"""Reduction of PAR from which balancing pays."""
+"""Minimum PAR reduction for which balancing pays off."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting that was tried, with its results.
+    """A setting that was tried, with its results.
 
     Parameters
     ----------
@@ -51,19 +51,19 @@ class Option:
     setup
         Slots per rank and schedule.
     move_price
-        Price of moves.
+        Move price.
     par
         Realised PAR.
     moved_per_100_steps
-        Slots that receive weights in 100 steps, as a fraction of all slots.
+        Slots that receive weights per 100 steps, as a fraction of all slots.
     net_ms
-        Milliseconds per step saved, net of switching; ``None`` if the experts' time is unknown.
+        Milliseconds per step saved, net of switching; ``None`` if the expert time is unknown.
     moe_ms
-        Milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve.
+        Milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost curve.
     bytes_per_rank
-        Bytes of a rank's experts in all layers; 0 if an expert's bytes are unknown.
+        Memory of a rank's experts in all layers, in bytes; 0 if an expert's size is unknown.
     par_D
-        float64 ``[D]``, realised PAR of each interval.
+        float64 ``[D]``, realised PAR in each interval.
     """
 
     label: str
@@ -84,21 +84,21 @@ class Advice:
     Parameters
     ----------
     pays
-        True if balancing is worth running.
+        True if balancing pays off.
     share
-        Fraction of the experts' time that the advised setting saves, net of switching if times are known.
+        Fraction of the expert time that the advised setting saves, net of switching if times are known.
     ranks_worth
-        Saved expert time as a number of ranks.
+        Saved expert time, expressed as a number of ranks.
     ranks
-        Number of all ranks.
+        Total number of ranks.
     redundant_bytes_per_rank
-        Memory of the advised redundancy on each rank; 0 if an expert's bytes are unknown.
+        Memory of the advised redundant experts on each rank, in bytes; 0 if an expert's size is unknown.
     net_ms
         Milliseconds saved per step, net of switching; ``None`` if neither a cost curve nor the step time is known.
     tokens_per_second
         Throughput without balancing; ``None`` unless the step time and top-k are known.
     tokens_per_second_won
-        Increase of the throughput with the advised setting; ``None`` if the throughput is.
+        Throughput increase with the advised setting; ``None`` if the throughput is unknown.
     reasons
         Sentences that explain the verdict to an operator.
     par_left_alone
@@ -114,15 +114,15 @@ class Advice:
     by_redundancy
         Settings with different numbers of slots under the advised schedule.
     by_schedule
-        Settings with different windows and intervals, with the slots that the first round chose.
+        Settings with different windows and intervals, and the number of slots that the first round chose.
     by_moves
-        Settings with different prices of moves, with the slots that the first round chose. Empty for an external
-        policy, which has no price of moves.
+        Settings with different move prices, and the number of slots that the first round chose. Empty for an external
+        policy, which has no move price.
     gain_L
-        float64 ``[L]``, PAR gain per layer of the advised setting over no balancing and no redundancy.
+        float64 ``[L]``, PAR reduction per layer with the advised setting, compared with no balancing and no redundancy.
     moe_ms_left_alone
-        Milliseconds per step without redundancy and balancing, summed over each layer's slowest rank; ``None`` without
-        a cost curve.
+        Milliseconds per step of each layer's slowest rank without redundancy and balancing, summed over the layers;
+        ``None`` without a cost curve.
     """
 
     pays: bool
@@ -161,7 +161,7 @@ def advise(
     Parameters
     ----------
     run
-        Function that replays the jobs of a round.
+        Function that replays the jobs in a round.
     slots
         Slots per rank to try.
     window
@@ -173,15 +173,15 @@ def advise(
     tokens_per_step
         Tokens per step of the model; ``None`` if unknown.
     tokens_per_expert
-        Mean tokens of an expert per step; ``None`` if unknown. If it is low, the advice warns that time may not follow
-        tokens.
+        Mean tokens per expert and step; ``None`` if unknown. If it is low, the advice warns that time may not be
+        proportional to tokens.
     policy
         Name of the policy to advise on.
 
     Raises
     ------
     ReplayError
-        If a round was stopped.
+        If a round was interrupted.
     """
     fewest = Setup(min(slots), window, window)
     start = max(setup.first for setup in (fewest, *_schedules(fewest, steps)))
@@ -203,7 +203,7 @@ def advise(
     options = _without_losses(_options(third, alone, settings), third.costs)
     chosen = cheapest(options, alone.par)
     if chosen.setup.slots > near.slots:
-        # Keep the first round's schedule, because the new one needs more slots, and so more memory.
+        # Keep the first round's schedule, because the new one needs more slots and therefore more memory.
         third = first
         options = first_options
         chosen = first_choice
@@ -220,12 +220,12 @@ def advise(
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Rounds of replays that an advice is based on.
+    """Rounds of replays that the advice is based on.
 
     Parameters
     ----------
     run
-        Function that replays the jobs of a round.
+        Function that replays the jobs in a round.
     policy
         Name of the policy to advise on.
     settings
@@ -243,7 +243,7 @@ class _Rounds:
     start: int
 
     def try_slots(self, schedule: Setup) -> Replay:
-        """Replay all numbers of slots; if the planner sets the price of moves, also with free moves."""
+        """Replay all numbers of slots, and again with free moves if the planner sets the move price."""
         setups = [replace(schedule, slots=count, start=self.start) for count in self.slots]
         jobs = self._jobs(setups, self.settings.move_price)
         if self.settings.move_price == AUTO and jobs[-1].external() is None:
@@ -254,16 +254,16 @@ class _Rounds:
         return self._replay(jobs)
 
     def try_schedules(self, near: Setup, steps: int, price: NumberOrAuto) -> Replay:
-        """Replay schedules near a setup's, and all prices of moves under that setup's own schedule.
+        """Replay schedules similar to a setup's, and all move prices under the setup's own schedule.
 
         Parameters
         ----------
         near
-            Setup with the slots of all schedules.
+            Setup whose number of slots all schedules use.
         steps
             Number of steps of the trace.
         price
-            Price of moves of the schedules.
+            Move price for the schedules.
         """
         setups = [replace(setup, start=self.start) for setup in _schedules(near, steps)]
         jobs = self._jobs(setups, price)
@@ -282,7 +282,7 @@ class _Rounds:
         return jobs_for([self.policy], setups, replace(self.settings, move_price=price), hindsight=False)
 
     def _replay(self, jobs: list[Job]) -> Replay:
-        """Replay jobs; raises ``ReplayError`` if the replay was stopped."""
+        """Replay jobs. Raises ``ReplayError`` if the replay was interrupted."""
         result = self.run(jobs)
         if result.interrupted:
             raise ReplayError("the replay was stopped before there were enough results to advise on")
@@ -298,7 +298,7 @@ def _advice(
     tokens_per_step: float | None,
     tokens_per_expert: float | None,
 ) -> Advice:
-    """Return the advice to deploy ``chosen``, which must be a setting of ``replay``. For the options see ``Advice``."""
+    """Return the advice to deploy ``chosen``, which must be a setting of ``replay``. See ``Advice`` for the options."""
     alone = _left_alone(replay)
     replayed = next(policy for policy in replay.policies if policy.label == chosen.label)
     score = replay.score(replayed)
@@ -336,7 +336,7 @@ def _advice(
 
 
 def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[float, float | None]:
-    """Return the fraction of the experts' time that is saved, and the milliseconds per step if times are known."""
+    """Return the fraction of expert time saved, and the milliseconds saved per step if times are known."""
     share = 1.0 - score.par / alone.par
     if chosen.net_ms is None:
         return share, None
@@ -349,7 +349,7 @@ def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[
 
 
 def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
-    """Return the cost of a slot under a cost curve, or a warning that time may not follow tokens if there are few."""
+    """Describe a slot's cost under a cost curve, or warn that time may not scale with tokens if there are few."""
     curve = replay.costs.curve
     if curve is None:
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
@@ -373,13 +373,13 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
 
 
 def _redundant_bytes(replay: Replay, slots: int) -> int:
-    """Return the bytes of the redundant slots on each rank."""
+    """Return the memory of the redundant slots on each rank, in bytes."""
     min_slots = -(-replay.experts // replay.ranks)
     return replay.layers * (slots - min_slots) * replay.costs.bytes_per_expert
 
 
 def _distinct(options: Sequence[Option], preferred: Setup | None = None) -> tuple[Option, ...]:
-    """Drop settings with the same results as an earlier one; ``preferred`` is kept instead of its equals."""
+    """Drop settings with the same results as an earlier one, but keep ``preferred`` over its duplicates."""
     option_of_results: dict[tuple[object, ...], Option] = {}
     for option in options:
         results = (round(option.par, 3), round(option.moved_per_100_steps, 3), option.moe_ms)
@@ -389,20 +389,20 @@ def _distinct(options: Sequence[Option], preferred: Setup | None = None) -> tupl
 
 
 def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
-    """Return the option with the fewest slots among those near the best time, or near the best PAR without times.
+    """Return the option with the fewest slots among those near the best time, or the best PAR if times are unknown.
 
-    Without times, more slots must add a tenth of the largest gain, because they take memory.
+    If times are unknown, extra slots must add a tenth of the largest gain, because they cost memory.
 
     Parameters
     ----------
     options
         Options to choose from.
     left_alone
-        PAR without redundancy and balancing, above which the gain is counted.
+        PAR without redundancy and balancing, from which gains are measured.
 
     Examples
     --------
-    Six slots are better than five by less than a tenth of the gain, 0.89:
+    Going from five slots to six adds less than a tenth of the largest gain, 0.89:
 
     >>> options = [
     ...     Option(f"{slots} slots", Setup(slots, 40, 40), 0.0, par, moved_per_100_steps=0.1, net_ms=None)
@@ -416,10 +416,10 @@ def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
 
 
 def _near_best(options: Sequence[Option], tolerance: float = 0.0) -> list[Option]:
-    """Return the options whose time is near the best, or whose PAR is if times are unknown.
+    """Return the options whose time is near the best or, if times are unknown, whose PAR is.
 
-    A time is near the best within one percent. A PAR is near the best within one percent, within ``tolerance``, or
-    within the standard error of the difference, whichever is largest.
+    A time is near the best if it is within one percent of it. A PAR is near the best if it is within one percent of it,
+    within ``tolerance``, or within the standard error of the difference, whichever is largest.
     """
     times = [option.moe_ms for option in options if option.moe_ms is not None]
     if len(times) == len(options):
@@ -443,7 +443,7 @@ def _error_of_difference(option: Option, best: Option) -> float:
 
 
 def _schedules(near: Setup, steps: int) -> list[Setup]:
-    """Return setups with shorter and longer windows and intervals, for which the trace has enough steps."""
+    """Return setups with shorter and longer windows and intervals, if the trace is long enough for them."""
     counts = sorted({max(1, near.window // 4), near.window, 2 * near.window})
     return [
         Setup(near.slots, window, interval)
@@ -454,7 +454,7 @@ def _schedules(near: Setup, steps: int) -> list[Setup]:
 
 
 def _left_alone(replay: Replay) -> Score:
-    """Return the score without balancing on the fewest slots, and so without redundancy."""
+    """Return the score without balancing on the fewest slots, and therefore without redundancy."""
     fewest = min(replay.baselines, key=lambda baseline: baseline.setup.slots)
     return replay.score(fewest)
 
@@ -462,8 +462,8 @@ def _left_alone(replay: Replay) -> Score:
 def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
     """Drop settings with free moves that save less time than those with priced moves, if times are known.
 
-    Free moves are tried because the price of the first moves may keep a layer from changing. They may then gain as much
-    as another slot per rank, and take no memory. Settings with priced moves keep their place before them.
+    Free moves are tried because the price of the first moves may keep a layer from changing. Free moves may then gain
+    as much as one more slot per rank, at no cost in memory. Settings with priced moves stay ahead of them in the list.
     """
     if costs.curve is None and not costs.step_ms:
         return list(options)
@@ -472,7 +472,7 @@ def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
 
 
 def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
-    """Return ``chosen``, and an option with priced moves for each other number of slots."""
+    """Return ``chosen``, and one option with priced moves for every other number of slots."""
     by_slots: dict[int, Option] = {}
     for option in options:
         by_slots.setdefault(option.setup.slots, option)
@@ -504,14 +504,14 @@ def _options(replay: Replay, alone: Score, settings: PlannerSettings) -> list[Op
 
 
 def _price(label: str, settings: PlannerSettings) -> NumberOrAuto:
-    """Return the price of moves of the job with this label."""
+    """Return the move price of the job with this label."""
     return 0.0 if label.endswith(_FREE) else _PRICES.get(label, settings.move_price)
 
 
 def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
-    """Return True if the chosen setting pays, with the reasons.
+    """Return True if the chosen setting pays off, and the reasons.
 
-    The cost curve decides. Without one, PAR and the given times do.
+    The cost curve decides. Without one, the PAR and the given times decide.
     """
     reasons = [
         f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone leaves about {score.floor:.3f}."

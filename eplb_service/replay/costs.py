@@ -1,4 +1,4 @@
-"""Costs in a replay: the same figures price the decisions and are charged for them, each listed with its origin."""
+"""Costs in a replay: decisions are priced and charged with the same figures, each listed with its origin."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ from eplb_core.planner.settings import AUTO, NumberOrAuto, PlannerSettings
 from eplb_service.replay.policy import ReplayError
 
 _MOE_SHARE = 0.5
-"""Assumed fraction of a step that the experts take if ``layer_ms`` is not set, as in the service."""
+"""Fraction of a step assumed to be spent in the experts if ``layer_ms`` is not set, as in the service."""
 _MIN_MOE_SHARE = 0.2
-"""Lower end of that fraction in estimates. The range was chosen by hand to include what engines report, from small
-decode batches to prefill."""
+"""Lower end of that fraction in estimates. The range was chosen by hand to cover the fractions that engines report,
+from small decode batches to prefill."""
 _MAX_MOE_SHARE = 0.8
 """Upper end of that fraction in estimates."""
 _DEFAULTS = PlannerSettings()
 VOTE_INTERVAL = 4
-"""Forward passes between votes while a plan is in progress; the agent's default."""
+"""Number of forward passes between votes while a plan is in progress; the agent's default."""
 VOTE_LAG = 2
-"""Passes from the start of a vote until the ranks read its outcome."""
+"""Number of passes from the start of a vote until the ranks read its outcome."""
 PICK_UP_PASSES = 8 + VOTE_LAG
-"""Passes from a plan's arrival at the ranks to the start of its first transfer.
+"""Number of passes from a plan's arrival at the ranks to the start of its first transfer.
 
-Ranks without a plan vote every 16 passes, so a plan waits 0 to 15 passes for the vote that finds it on all ranks. The
-mean is assumed to be 8. The transfer starts when the ranks read that vote's outcome.
+Ranks without a plan vote every 16 passes, so a plan is pending for 0 to 15 passes before a vote confirms that all ranks
+have it. The mean is assumed to be 8. The transfer starts when the ranks read that vote's outcome.
 """
 PICK_UP_SOON_PASSES = 2 + VOTE_LAG
-"""The same within ``BUSY_PASSES`` after another plan ended, when the ranks still vote every 4 passes."""
+"""Value that replaces ``PICK_UP_PASSES`` if the previous plan ended less than ``BUSY_PASSES`` ago, because the ranks
+then still vote every 4 passes."""
 BUSY_PASSES = 64
-"""Passes after a plan for which the ranks keep voting as often as during it."""
+"""Number of passes after a plan during which the ranks keep voting as often as during the plan."""
 STAGING_BYTES = 512 << 20
-"""Staging memory of a rank; the agent's default."""
+"""Staging memory of a rank, in bytes; the agent's default."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """One figure that results depend on.
+    """A figure that results depend on.
 
     Parameters
     ----------
     name
-        Name of its option.
+        Name of the corresponding option.
     value
-        Value with its unit.
+        Value, including its unit.
     source
         Origin: ``given``, ``recorded``, ``assumed``, or the source of a cost curve.
     """
@@ -65,40 +66,40 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs that price the decisions of a replay and are charged for them.
+    """Costs that a replay uses to price its decisions and charges for them.
 
-    Nothing is measured on the machine that runs the replay.
+    None of them is measured on the machine that runs the replay.
 
     Parameters
     ----------
     step_ms
-        Milliseconds of a recorded step of the model; 0 if unknown. Plans then take effect at once, and no times are
+        Milliseconds per recorded step of the model; 0 if unknown. Plans then take effect at once, and no times are
         reported.
     solve_ms
         Milliseconds from the end of a window to the plan's arrival at the ranks.
     link_bandwidth
         Full bandwidth of a rank's link in GB/s.
     link_share
-        Share of the link's time that transfers use, as ``EPLB_AGENT_LINK_SHARE`` sets it on the ranks.
+        Fraction of the link's time that transfers may use, which ``EPLB_AGENT_LINK_SHARE`` sets on the ranks.
     model_layers
-        MoE layers of the served model; 0 if the trace has them all. Otherwise each layer of the trace represents
-        several layers of a plan, so that plans take effect at the pace of the model. Times and bytes are still those
-        of the trace's layers.
+        Number of MoE layers in the served model; 0 if the trace has all of them. Otherwise each layer of the trace
+        represents several layers of a plan, so that plans take effect as fast as on the model. Times and bytes still
+        cover only the trace's layers.
     bytes_per_expert
-        Bytes of one expert's weights in one layer; 0 if unknown. The planner then assumes a size.
+        Size of one expert's weights in one layer, in bytes; 0 if unknown. The planner then assumes a size.
     commit_ms
-        Milliseconds for which all ranks wait per switched layer; ``None`` to use the planner's assumption.
+        Milliseconds for which all ranks stall per switched layer; ``None`` to use the planner's assumption.
     layer_ms
-        Milliseconds that one layer's experts take per step; balancing saves a part of it. With a cost curve, it is only
-        used until the first steps have been served.
+        Milliseconds per step spent in one layer's experts, of which balancing saves a part. With a cost curve, it is
+        only used until the first steps have been served.
     move_price
-        Price of moves; ``auto`` to compute it from these costs.
+        Move price; ``auto`` to compute it from these costs.
     curve
-        Cost curve of the ranks; ``None`` if time is proportional to the tokens of the hottest rank.
+        Cost curve of the ranks; ``None`` to assume that time is proportional to the tokens of the hottest rank.
     split
         Cost of computing a stepwise split, used with a cost curve; ``None`` for other splits.
     layer_assumed
-        True if ``layer_ms`` is a default. Decisions use it, but no saved time is reported from it.
+        True if ``layer_ms`` is a default. Decisions use it, but no time savings are derived from it.
 
     Raises
     ------
@@ -107,7 +108,7 @@ class Costs:
 
     Examples
     --------
-    58 layers take 0.5 ms each. At a PAR of 1.25 instead of 2.0 they take 37.5 % less:
+    58 layers take 0.5 ms each. At a PAR of 1.25 instead of 2.0, they take 37.5 % less time:
 
     >>> costs = Costs(step_ms=40.0, layer_ms=0.5)
     >>> costs.saved_ms(layers=58, par=1.25, par_left_alone=2.0)
@@ -135,14 +136,15 @@ class Costs:
     def of(cls, settings: PlannerSettings, layers: int, **figures: Any) -> Costs:
         """Return the costs for a trace, from planner settings and further figures.
 
-        If the settings have the default layer time and a step time is given, the layers together take half of a step.
+        If the settings have the default layer time and a step time is given, the layers are assumed to take half of a
+        step.
 
         Parameters
         ----------
         settings
-            Settings with link bandwidth, layer time, price of moves and cost curve.
+            Settings with link bandwidth, layer time, move price and cost curve.
         layers
-            Layers of the trace.
+            Number of layers in the trace.
         figures
             Other fields of ``Costs``, by name.
 
@@ -183,12 +185,12 @@ class Costs:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights in one layer, recorded or assumed."""
+        """Size of one expert's weights in one layer, in bytes, recorded or assumed."""
         return self.bytes_per_expert or ASSUMED_BYTES
 
     @property
     def moving(self) -> MovingCosts:
-        """Costs of moves, as the planner expects them."""
+        """Costs of moves in the form that the planner accepts."""
         return MovingCosts(
             expert_seconds=self.expert_bytes / (self.link_bandwidth * 1e9),
             commit_seconds=None if self.commit_ms is None else self.commit_ms / 1e3,
@@ -197,16 +199,16 @@ class Costs:
         )
 
     def stall_ms(self, slots: int, received: int, layers: int) -> float:
-        """Return the milliseconds that steps lose to moves and switches, as the planner prices them.
+        """Return the milliseconds by which moves and switches delay steps, as the planner prices them.
 
         Parameters
         ----------
         slots
             Slots per rank.
         received
-            Experts that the busiest rank receives.
+            Number of experts that the busiest rank receives.
         layers
-            Layers that switch.
+            Number of layers that switch.
         """
         price = move_price(PlannerSettings(), slots, self.bytes_per_expert, moving=self.moving)
         assert price.ms_per_move is not None
@@ -223,11 +225,11 @@ class Costs:
     ) -> npt.NDArray[np.int64]:
         """Return the number of steps from the end of a window until each layer of its plan takes effect, int64 ``[L]``.
 
-        All are 0 if the step time is unknown. Otherwise the plan reaches the ranks after ``solve_ms`` and waits
-        ``PICK_UP_PASSES`` for their vote. Its parts (see ``part_end``) are then committed one after another:
+        All are 0 if the step time is unknown. Otherwise the plan reaches the ranks after ``solve_ms`` and is picked up
+        ``PICK_UP_PASSES`` later. Its parts (see ``part_end``) are then committed one after another:
 
-        - The transfer of a part takes as long as the busiest rank needs for its experts on its share of the link,
-          rounded up to whole steps, at least one.
+        - Transferring a part takes as long as the busiest rank needs to transfer its experts over its share of the
+          link, rounded up to at least one whole step.
         - The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``.
         - ``VOTE_LAG`` passes later they read the outcome, commit the part and start the next one.
 
@@ -236,18 +238,18 @@ class Costs:
         Parameters
         ----------
         received_LR
-            One array of integers ``[R]`` per layer, in the order of the plan: experts that each rank receives.
+            Number of experts that each rank receives: one array of integers ``[R]`` per layer, in plan order.
         sent_LR
-            Experts that each rank sends, in the same form.
+            Number of experts that each rank sends, in the same form.
         rows
-            Number of experts for which a rank's staging has room (see ``staging_rows``).
+            Number of experts that fit in a rank's staging memory (see ``staging_rows``).
         soon
             True if the previous plan ended less than ``BUSY_PASSES`` ago. The ranks then pick this one up after
             ``PICK_UP_SOON_PASSES``.
 
         Examples
         --------
-        Solving takes 5 steps, picking up the plan 10, and each of the two parts 4:
+        Solving takes 5 steps, picking up the plan takes 10, and each of the two parts takes 4:
 
         >>> costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
         >>> received_LR = np.array([[1, 0], [1, 1], [0, 2]])
@@ -289,9 +291,10 @@ class Costs:
         return np.diff(np.arange(changed + 1) * max(self.model_layers, layers) // layers)
 
     def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float | None:
-        """Return the milliseconds per step saved by a lower PAR; ``None`` if the experts' time is not given.
+        """Return the milliseconds per step saved by a lower PAR; ``None`` if the expert time is not given.
 
-        The time of a layer's experts is proportional to the PAR. 0 if the step time is unknown.
+        The time of a layer's experts is assumed to be proportional to the PAR. The result is 0 if the step time is
+        unknown.
         """
         if not self.step_ms:
             return 0.0
@@ -306,7 +309,7 @@ class Costs:
         return min(ends), max(ends)
 
     def estimate_text(self, par: float, par_left_alone: float) -> str | None:
-        """Return the range of ``estimated_ms`` as text that is marked as an estimate.
+        """Format the range from ``estimated_ms``, labelled as an estimate.
 
         Examples
         --------
@@ -320,7 +323,7 @@ class Costs:
         return f"estimate: {low} to {high} ms of a step of {digits(self.step_ms)} ms, {self.ESTIMATE_BASIS}"
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Return the figures that results depend on; ``given`` has the names of the options that the user set."""
+        """Return the figures that results depend on; ``given`` contains the names of the options that the user set."""
         values = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",

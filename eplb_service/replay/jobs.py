@@ -1,4 +1,4 @@
-"""Jobs of a replay: created from policies and setups, run in one or several processes or on Ray, and collected."""
+"""Create a replay's jobs from policies and setups, run them in one or several processes or on Ray, and collect them."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ Numbered = Generator[tuple[int, Any], None, None]
 """Index and result of each task, in the order of completion."""
 
 _SMALL_REPLAY = 100_000
-"""Work of a small replay, in experts placed over all layers and decisions. One process finishes it in a second or two,
-before further processes would have started."""
+"""Maximum work in a small replay, in experts placed over all layers and decisions. One process finishes it in a second
+or two, before additional processes would have started."""
 _CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """Path of a trace, and its meaning, for processes that must each open it.
+    """Path of a trace and facts for reading it, for processes that each open it themselves.
 
     Parameters
     ----------
     path
         Path of the trace.
     read_as
-        Meaning of an array that the file does not name.
+        Facts that the file's content leaves open.
     """
 
     path: Path
     read_as: ReadAs
 
     def open(self) -> Trace:
-        """Open the trace; raises ``HeatError`` if it cannot be read."""
+        """Open the trace. Raises ``HeatError`` if it cannot be read."""
         return open_trace(self.path, self.read_as)
 
 
 def jobs_for(
     policies: Sequence[str], setups: Sequence[Setup], settings: PlannerSettings, *, hindsight: bool = True
 ) -> list[Job]:
-    """Return a job for each setup's baseline and for each policy and setup. All jobs score the same steps.
+    """Return a job for each setup's baseline and for each policy and setup. All jobs are scored on the same steps.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def jobs_for(
     settings
         Planner settings of all jobs. ``policies`` takes precedence over ``settings.policy``.
     hindsight
-        If True, also score placements that are fitted to the steps that they serve.
+        If True, also score placements that are fitted to the very steps that they serve.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
     Parameters
     ----------
     windows
-        Maximum numbers of steps that a decision uses.
+        Window lengths: maximum numbers of steps that a decision uses.
     intervals
         Numbers of steps between decisions.
     slots
@@ -120,7 +120,7 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
     Raises
     ------
     ReplayError
-        If a number is not positive.
+        If any number is not positive.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return the scene that all jobs share. Its initial placement has the experts in order.
+    """Return the scene that all jobs share. Its initial placement assigns the experts in order.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
     costs
         Costs of steps and switches. By default, decisions take effect at once and no times are known.
     topology
-        Nodes and token groups. By default, one node and different tokens on every rank.
+        Nodes and token groups. By default, one node, with different tokens on every rank.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
 
 
 def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
-    """Raise the error of any job that cannot start, before the first job is run."""
+    """Raise the error of any job that cannot start, before any job is run."""
     for job in jobs:
         job.setup.decisions(trace.steps)
         scene.placement(trace, job.setup.slots)
@@ -166,7 +166,7 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     Parameters
     ----------
     trace
-        Heat to decide on and to serve.
+        Trace that is decided on and served.
     jobs
         Policies and baselines, from ``jobs_for``.
     scene
@@ -184,7 +184,7 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     ReplayError
         If the trace is too short, or a policy fails.
     HeatError, PlacementError
-        If the trace is damaged, or its experts do not fit the slots.
+        If the trace is damaged, or its experts do not fit in the slots.
 
     Examples
     --------
@@ -212,10 +212,10 @@ def replay_file(
     ray: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Replay:
-    """Run jobs in several processes or on a Ray cluster; the results are the same as with ``replay``.
+    """Run jobs in several processes or on a Ray cluster, with the same results as ``replay``.
 
-    Ctrl-C stops the work. The policies that are complete are then returned as an interrupted ``Replay``. If no policy
-    is complete, ``KeyboardInterrupt`` is raised.
+    Ctrl-C stops the work. Policies that are already complete are then returned as an interrupted ``Replay``. If none is
+    complete, ``KeyboardInterrupt`` is raised.
 
     Parameters
     ----------
@@ -230,7 +230,8 @@ def replay_file(
     ray
         Address of a Ray cluster to use instead of processes; ``local`` to start one on this machine.
     on_progress
-        Callback for each decision, with the job's label. With several processes, it is called when a job is complete.
+        Callback for each decision, with the job's label. With several processes, it is only called once a job is
+        complete.
     """
     trace = file.open()
     workers = min(workers or _default_workers(jobs, trace), len(jobs))
@@ -243,7 +244,7 @@ def replay_file(
 
 
 def _run_file(file: TraceFile, scene: Scene, job: Job) -> list[ReplayedDecision]:
-    """Open the trace and run a job on it; errors name the trace."""
+    """Open the trace and run a job on it. Error messages name the trace."""
     trace = file.open()
     with naming(file.path):
         return list(run(job, trace, scene))
@@ -256,7 +257,7 @@ def _collect(
     completed_jobs: Numbered,
     on_progress: OnProgress | None,
 ) -> Replay:
-    """Collect the results of the jobs in their order. If the work is interrupted, return the complete ones."""
+    """Collect the results in job order. If the work is interrupted, return the results of the complete policies."""
     result_of_job: dict[int, PolicyReplay] = {}
     interrupted = False
     with closing(completed_jobs):
@@ -291,13 +292,13 @@ def _collect(
 
 
 def _default_workers(jobs: Sequence[Job], trace: Trace) -> int:
-    """Return the number of cores, or 1 for a replay that is finished before other processes have started."""
+    """Return the number of cores, or 1 for a replay that finishes before additional processes would have started."""
     decisions = sum(len(job.setup.decisions(trace.steps)) for job in jobs)
     return cores() if decisions * trace.layers * trace.experts > _SMALL_REPLAY else 1
 
 
 def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
-    """Limit the solver threads of each job to its share of the cores, unless its settings set a number of threads."""
+    """Limit each job's solver threads to its share of the cores, unless its settings specify a number of threads."""
     threads = max(1, cores() // workers)
     return [
         replace(job, settings=replace(job.settings, threads=job.settings.threads or threads)) for job in jobs
@@ -305,7 +306,7 @@ def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
 
 
 def _label(setup: Setup, setups: Sequence[Setup]) -> str:
-    """Return the end of a job's label, which names the values of this setup that differ between setups."""
+    """Return the label suffix for a setup, which states those of its values that differ between setups."""
     texts = {"slots": ", {} slots", "window": ", window {}", "interval": ", interval {}"}
     varied = [name for name in texts if len({getattr(each, name) for each in setups}) > 1]
     return "".join(texts[name].format(getattr(setup, name)) for name in varied)
@@ -319,7 +320,7 @@ def cores() -> int:
 def completed(
     function: Callable[..., Any], work: Sequence[tuple[Any, ...]], workers: int, ray: str | None = None
 ) -> Numbered:
-    """Run a function once per task, in this process, in several, or on a Ray cluster.
+    """Run a function once per task, in this process, in several processes, or on a Ray cluster.
 
     Closing the iterator stops the work.
 
@@ -342,7 +343,7 @@ def completed(
     Raises
     ------
     ReplayError
-        If a process or a node fails. Errors of the function are raised too.
+        If a process or a node fails. Exceptions from the function are raised as well.
 
     Examples
     --------
@@ -407,7 +408,7 @@ def _on_ray(function: Callable[..., Any], work: Sequence[tuple[Any, ...]], addre
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ``ReplayError`` if no server accepts connections at ``host:port``. Ray itself would wait for minutes."""
+    """Raise ``ReplayError`` if no server accepts connections at ``host:port``. Ray itself would block for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         return

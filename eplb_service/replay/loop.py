@@ -1,7 +1,8 @@
-"""Replay of one policy: it decides on a window, waits for its weights to arrive, and serves the following steps.
+"""Replay one policy: it decides on a window, waits for the weights to arrive, and serves the following steps.
 
-A plan takes effect part by part as its weights arrive, starting with the layers of the largest gain. While weights are
-in transit, no other decision is made unless heat changes again. The layers that have not switched are then dropped.
+A plan takes effect part by part as its weights arrive, starting with the layers that gain most. While weights are in
+transit, no other decision is made unless heat changes again, in which case the layers that have not switched yet are
+dropped from the plan.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.served import knows_sources, served_loads, served_us
 
 _CHUNK_STEPS = 64
-"""Limit on the steps that are served at a time."""
+"""Maximum number of steps that are served at a time."""
 _SUMMED = (
     "layers_changed",
     "layers_moved",
@@ -54,7 +55,7 @@ _SUMMED = (
     "forecasts",
     "forecasts_held",
 )
-"""Fields of ``ReplayedDecision`` that are summed over the decisions of an interval."""
+"""Fields of ``ReplayedDecision`` that are summed over the decisions in an interval."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Scene:
     costs
         Costs of steps and switches.
     phy2log_LRS
-        int32 ``[L, R, S]``, placement at the start, which may be another balancer's (see ``placement.foreign``). It
-        may have another number of slots. ``None`` to place experts in order on each setup's slots.
+        int32 ``[L, R, S]``, placement at the start, which may come from a different balancer (see
+        ``placement.foreign``) and may have a different number of slots. ``None`` to place experts in order in each
+        setup's slots.
     """
 
     topology: Topology
@@ -77,13 +79,13 @@ class Scene:
     phy2log_LRS: npt.NDArray[np.int32] | None = None
 
     def placement(self, trace: Trace, slots: int) -> Placement:
-        """Return the placement at the start, repaired; raises ``PlacementError`` if it does not fit the trace."""
+        """Return the placement at the start after repair. Raises ``PlacementError`` if it does not fit the trace."""
         if self.phy2log_LRS is not None:
             return repaired(checked_foreign(self.phy2log_LRS, trace.experts), trace.experts, slots)
         return Placement.linear(trace.layers, trace.experts, self.topology.ranks, slots)
 
     def left_alone(self, trace: Trace, slots: int) -> Placement:
-        """Return the placement at the start as it serves, or the repaired one if it has another number of slots."""
+        """Return the placement at the start without repair, or the repaired one if its number of slots differs."""
         if self.phy2log_LRS is None or self.phy2log_LRS.shape[2] != slots:
             return self.placement(trace, slots)
         return as_served(self.phy2log_LRS, trace.experts)
@@ -106,10 +108,10 @@ def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
 
 
 class _Run:
-    """State of one policy along the trace: the layout that serves, the plan in progress, and the next decision.
+    """State of one policy along the trace: the current layout, the plan in progress, and the next decision.
 
-    flashlb and its ablations decide as ``planner.pace`` schedules them. Other policies decide at every interval, and
-    the baseline, which has no policy, never does.
+    flashlb and its ablations decide when ``planner.pace`` schedules a decision. Other policies decide at every
+    interval, and the baseline, which has no policy, never does.
     """
 
     def __init__(self, job: Job, trace: Trace, scene: Scene) -> None:
@@ -124,16 +126,16 @@ class _Run:
         self._moving = scene.costs.moving
         self._deployable = scene.placement(trace, job.setup.slots)
         self._held_LRS = self._held_at_start(scene)
-        """int32 ``[L, R, S]``, the experts that ranks hold before the next decision; -1 for an empty slot."""
+        """int32 ``[L, R, S]``, experts on the ranks before the next decision; -1 for an empty slot."""
         initial = self._deployable if job.policy else scene.left_alone(trace, job.setup.slots)
         self._serving = self._with_first_tables(initial)
         self._initial = self._serving
         self._pending: list[tuple[int, Layout]] = []
-        """Steps at which further layers begin to serve, with the new layout; empty if no plan is in progress."""
+        """Steps at which further layers switch, each with the layout from then on; empty if no plan is in progress."""
         self._plan_base = self._serving
         """Layout before the latest plan."""
         self._plan_alarm: tuple[int | None, int] | None = None
-        """Alarm that the latest plan reacts to."""
+        """Alarm that triggered the latest plan."""
         self._plan_ended_at: int | None = None
         """Step at which the latest plan ended."""
         self._replaced: tuple[Layout, int] | None = None
@@ -147,7 +149,7 @@ class _Run:
         self._layers_by_gain: Sequence[int] = ()
 
     def serve(self, heat_TLE: Counts, begin: int, step: int) -> ReplayedDecision:
-        """Serve the steps from ``step`` to the end of the heat, and decide on the way.
+        """Serve the steps from ``step`` to the end of the heat, and make the decisions that are due.
 
         Parameters
         ----------
@@ -189,18 +191,18 @@ class _Run:
         return row if self._job.policy else self._compared(row, heat_TLE[step - begin :])
 
     def _advance_pace(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
-        """Test the steps of a chunk for a change of heat, and return how many of them to serve before a decision."""
+        """Test the steps of a chunk for a change of heat, and return the number of steps to serve before a decision."""
         if self._pace is None:
             return len(chunk_TLE)
         if self._pending:
-            # While weights are in transit, a change of heat shows under the layout that the plan leads to.
+            # While weights are in transit, test for a change of heat under the layout that the plan leads to.
             planned = self._pending[-1][1]
             loads_TLR = served_loads(self._trace, chunk_TLE, first, planned, self._split)
         self._pace, served = self._pace.after_steps(step_par(loads_TLR))
         return served
 
     def _apply_arrived(self, step: int) -> None:
-        """Serve by the layers whose weights have arrived before ``step``."""
+        """Switch the layers whose weights have arrived before ``step``."""
         while self._pending and self._pending[0][0] <= step:
             before = self._serving
             _, self._serving = self._pending.pop(0)
@@ -210,11 +212,11 @@ class _Run:
                 self._plan_ended_at = step
 
     def _hold(self, layout: Layout, layers_L: npt.NDArray[np.bool_]) -> None:
-        """Record that ranks hold the experts of ``layout`` in the layers of the mask ``layers_L``, bool ``[L]``."""
+        """Record that the ranks now have the experts of ``layout`` in the masked layers, ``layers_L``, bool ``[L]``."""
         self._held_LRS = np.where(layers_L[:, None, None], layout.placement.phy2log_LRS, self._held_LRS)
 
     def _held_at_start(self, scene: Scene) -> npt.NDArray[np.int32]:
-        """Return the experts that ranks hold at the start, int32 ``[L, R, S]``; -1 for an empty slot."""
+        """Return the experts on the ranks at the start, int32 ``[L, R, S]``; -1 for an empty slot."""
         held_LRS = self._deployable.phy2log_LRS
         if scene.phy2log_LRS is None:
             return held_LRS
@@ -231,7 +233,7 @@ class _Run:
         return self._pace.settling or self._pace.alarm is not self._plan_alarm
 
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
-        """Decide on the newest of the remembered steps, which end before ``step``.
+        """Decide on the newest remembered steps, the last of which is just before ``step``.
 
         Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are in
         transit.
@@ -270,9 +272,10 @@ class _Run:
         return decision
 
     def _decide_on(self, window: Window, step: int, serving_steps: float | None) -> ReplayedDecision:
-        """Decide on a window that ends before ``step``, with the planner or an external policy, and start the plan.
+        """Decide on a window that ends before ``step``, using the planner or an external policy, and start the plan.
 
-        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` for the window's.
+        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` to use the window's
+        length.
         """
         before = self._serving
         began = time.perf_counter()
@@ -283,7 +286,8 @@ class _Run:
             par_seen = made.par_seen
             par_planned = made.par_planned
             if self._has_step_sources:
-                # The planner knows only the window's mean sources, so its PAR differs from that of the steps.
+                # The planner knows only the window's mean source heat, so its PAR differs from the PAR of the
+                # individual steps.
                 par_seen = _mean_of_layers(self._par_of_steps(before, window, step))
                 made = replace(made, par_TL=self._par_of_steps(changed, window, step))
                 par_planned = _mean_of_layers(promise_for(made)[1])
@@ -316,18 +320,18 @@ class _Run:
     ) -> list[tuple[int, Layout]]:
         """Return the steps at which a plan's layers take effect, each with the layout from then on.
 
-        The planner's policies switch layers in the order of gain, external policies in the order of their indices. All
-        switch at the pace of this project's agents. A layer that represents several layers of the model takes effect
-        when the middle one of them does. The plan ends at the last step.
+        The planner's policies switch layers in order of gain, and external policies in layer order. All of them switch
+        as fast as this project's agents do. A layer that represents several model layers takes effect when the middle
+        one of them does. The plan ends at the last returned step.
 
         Parameters
         ----------
         step
-            Step before which the decision was made.
+            First step after the decision.
         changed
             Layout after the plan.
         moves_LR
-            int64 ``[L, R]``, experts that each rank receives.
+            int64 ``[L, R]``, number of experts that each rank receives.
         layers
             Indices of the layers that change.
         """
@@ -343,7 +347,7 @@ class _Run:
         )
         layout_at_step: dict[int, Layout] = {}
         middle_L = np.cumsum(each_L) - (each_L + 1) // 2
-        # Tables with another number of entries replace the tables of all layers at once.
+        # Tables with a different number of entries replace the tables of all layers at once.
         if changed.log2phy_RLE.shape == serving.log2phy_RLE.shape:
             for layer, arrival_step in zip(order, steps_L[middle_L].tolist(), strict=True):
                 change = (layer, changed.placement.phy2log_LRS[layer], changed.log2phy_RLE[:, layer])
@@ -385,7 +389,7 @@ class _Run:
         return Layout(placement, first_tables(placement, self._split, self._job.settings.deal_width))
 
     def _window(self, heat_TLE: Counts, steps: int, end: int) -> Window:
-        """Return the newest ``steps`` of heat that ends before step ``end``, with source heat if the trace has it."""
+        """Return the last ``steps`` steps of heat that ends before step ``end``, with source heat if recorded."""
         newest_TLE = heat_TLE[len(heat_TLE) - steps :]
         if self._trace.facts.ranks != self._topology.ranks:
             return Window(newest_TLE)
@@ -399,9 +403,9 @@ class _Run:
         return float(mean_par(par(loads_TLR)))
 
     def _paid(self, heat_TLE: Counts, step: int) -> bool | None:
-        """Return True if the last change has gained anything since it serves, as far as the steps are remembered.
+        """Return True if the last change has paid off since it took effect, judged on the remembered steps.
 
-        ``None`` if there was no change, or if too few steps have followed.
+        Return ``None`` if there was no change, or if too few steps have followed it.
         """
         if self._replaced is None:
             return None
@@ -411,9 +415,10 @@ class _Run:
     def _update_forecasts(
         self, window: Window, heat_TLE: Counts, step: int, serving_steps: float
     ) -> bool | None:
-        """Compare the last forecast with the observed gain over the initial layout, and make the next forecast.
+        """Compare the last forecast with the observed gain over the initial layout, then make the next forecast.
 
-        Return True if the observed gain was in the forecast's interval; ``None`` if there was nothing to compare.
+        Return True if the observed gain was within the forecast's interval, and ``None`` if there was nothing to
+        compare.
         """
         since = min(self._forecasts.since(step), len(heat_TLE))
         observed = self._gain_over(self._initial, heat_TLE, since, step) if since else None
@@ -434,14 +439,14 @@ class _Run:
         return step_par(loads_TLR)
 
     def _gain_over(self, before: Layout, heat_TLE: Counts, steps: int, end: int) -> Gain:
-        """Return the gain of the serving layout over ``before`` on the last ``steps`` steps before ``end``."""
+        """Return the gain of the current layout over ``before`` on the last ``steps`` steps before ``end``."""
         window = self._window(heat_TLE, steps, end)
         return gain_of(
             self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)
         )
 
     def _slowest_us(self, heat_TLE: Counts, first: int) -> list[Float64]:
-        """Return the microseconds of the slowest ranks, ``[t, L]``, as the only entry; empty without a cost curve."""
+        """Return a list with the microseconds of the slowest ranks, ``[t, L]``; empty without a cost curve."""
         curve = self._costs.curve
         if curve is None:
             return []
@@ -450,13 +455,13 @@ class _Run:
         return [us_TL if split_cost is None else us_TL + split_cost.us]
 
     def _learn_layer_ms(self, row: ReplayedDecision) -> None:
-        """Price the next moves by the experts' time of the served steps, if a cost curve gives it."""
+        """Base the next move price on the expert time of the served steps, if a cost curve provides it."""
         if row.us_realised_L is not None and not np.isnan(row.us_realised_L).all():
             layer_ms = float(mean_par(row.us_realised_L)) / 1e3
             self._moving = replace(self._moving, layer_ms=layer_ms, layer_source="by the cost curve")
 
     def _compared(self, row: ReplayedDecision, heat_TLE: Counts) -> ReplayedDecision:
-        """Return the baseline's row with the noise floor and, if requested, the PAR of a placement by hindsight."""
+        """Return the baseline's row with the noise floor and, if requested, the PAR of a hindsight placement."""
         serving = self._serving
         window = self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
         served = split_steps(heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, self._split)
@@ -470,16 +475,16 @@ class _Run:
 
 
 def _mean_of_layers(par_TL: Float64) -> float:
-    """Return the mean of the layers' mean PAR per step."""
+    """Return the mean over the layers of each layer's mean PAR per step."""
     return float(mean_par(mean_par(par_TL, axis=0)))
 
 
 def _row(
     step: int, decisions: Sequence[ReplayedDecision], loads_TLR: Float64, us: Sequence[Float64]
 ) -> ReplayedDecision:
-    """Return the decisions of an interval and the outcome of its steps as one row.
+    """Combine the decisions in an interval and the outcome of its steps in one row.
 
-    Without a decision, the PAR seen and the PAR planned are the realised one.
+    Without a decision, the seen and the planned PAR equal the realised PAR.
 
     Parameters
     ----------

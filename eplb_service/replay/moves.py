@@ -1,4 +1,4 @@
-"""Differences between two layouts: layers that change, and experts that ranks receive and send."""
+"""Differences between two layouts: layers that change, and numbers of experts that ranks receive and send."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from eplb_core.solver.topology import choose_senders
 
 
 def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank must receive, int64 ``[L, R]``.
+    """Return the number of experts that each rank must receive, int64 ``[L, R]``.
 
-    An empty slot has the value -1. A second slot for an expert that the rank already holds needs no transfer.
+    An empty slot has the value -1. A second slot for an expert that is already on the rank needs no transfer.
 
     Examples
     --------
@@ -28,7 +28,7 @@ def arrivals(before_LRS: npt.NDArray[np.int32], after_LRS: npt.NDArray[np.int32]
 
 
 def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return how many experts each rank sends to other ranks, int64 ``[L, R]``.
+    """Return the number of experts that each rank sends to other ranks, int64 ``[L, R]``.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) ->
     sent_LR = np.zeros((before.layers, before.ranks), dtype=np.int64)
     for sent_R, before_RS, after_RS in zip(sent_LR, before.phy2log_LRS, after.phy2log_LRS, strict=True):
         moves_M5 = choose_senders(before_RS, after_RS, nodes_R)
-        # A rank that already holds the expert in another slot copies it locally.
+        # A rank that already has the expert in a different slot copies it locally.
         is_sent_M = (before_RS[moves_M5[:, 2]] != moves_M5[:, 4:]).all(axis=1)
         sent_R += np.bincount(moves_M5[is_sent_M, 0], minlength=before.ranks)
     return sent_LR
@@ -79,7 +79,7 @@ def tables_differ(
 ) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose tables differ, bool ``[L]``.
 
-    All layers differ if the number of entries does, which an external policy may change.
+    All layers differ if the number of entries per expert differs, which an external policy may change.
     """
     before_RLED = with_entries(before_RLE, 3)
     after_RLED = with_entries(after_RLE, 3)

@@ -1,4 +1,4 @@
-"""Policies of a replay, and the schedule of their decisions."""
+"""Policies in a replay, and the schedule of their decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eplb_core.solver.model import SearchOptions
 
 
 class ReplayError(ValueError):
-    """A replay that cannot be run. The message gives the reason and the remedy."""
+    """A replay that cannot be run. The error message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Setup:
     slots
         Slots per rank.
     window
-        Maximum number of steps that a decision uses. flashlb and its ablations use only those steps whose heat has not
-        changed since.
+        Maximum number of steps that a decision uses. flashlb and its ablations use only the steps since the last change
+        of heat.
     interval
-        Number of steps between decisions; for flashlb and its ablations, the maximum.
+        Number of steps between decisions, or the maximum number for flashlb and its ablations.
     start
-        Step of the first decision; ``None`` for the end of the first window or interval, whichever is shorter.
+        Step of the first decision; ``None`` to use the end of the first window or interval, whichever is shorter.
 
     Raises
     ------
@@ -66,9 +66,9 @@ class Setup:
         return min(self.window, self.interval) if self.start is None else self.start
 
     def decisions(self, steps: int) -> range:
-        """Return the steps before which decisions are due in a trace of ``steps`` steps.
+        """Return the steps before which decisions are due, for a trace of ``steps`` steps.
 
-        Raises ``ReplayError`` if the trace is too short for a decision.
+        Raises ``ReplayError`` if the trace is too short for any decision.
         """
         if steps <= self.first:
             raise ReplayError(
@@ -85,7 +85,7 @@ class Job:
     Parameters
     ----------
     label
-        Unique name among the jobs of a replay.
+        Name of the job, unique within a replay.
     setup
         Slots and schedule.
     policy
@@ -95,10 +95,10 @@ class Job:
     search
         Components of the method that an ablation switches off.
     hindsight
-        True if a baseline also scores placements that are fitted to the steps that they serve.
+        True if a baseline also scores placements that are fitted to the very steps that they serve.
     cpu_ms
-        Mean CPU budget per step, in milliseconds, of a policy that decides when heat changes. Decisions are postponed
-        to stay within it; by default they never are.
+        Mean CPU budget per step, in milliseconds, for a policy that decides when heat changes. Decisions are postponed
+        to stay within the budget, which is unlimited by default.
     """
 
     label: str
@@ -111,7 +111,7 @@ class Job:
 
     @classmethod
     def of(cls, label: str, setup: Setup, policy: str, settings: PlannerSettings) -> Job:
-        """Return a job for the policy of this name; raises ``ReplayError`` if the name is unknown."""
+        """Return a job for the policy with this name. Raises ``ReplayError`` if the name is unknown."""
         if policy in NAMES:
             return cls(label, setup, policy, *with_options(settings, options_of(policy)))
         job = cls(label, setup, policy, settings)
@@ -125,7 +125,7 @@ class Job:
         return self.policy == "flashlb" or self.policy in ABLATIONS
 
     def external(self) -> Callable[..., Any] | None:
-        """Return the function of an external policy, ``None`` for other policies and the baseline.
+        """Return the function of an external policy, or ``None`` for built-in policies and the baseline.
 
         Raises ``ReplayError`` if the policy cannot be imported.
         """

@@ -1,4 +1,4 @@
-"""Results of a replay: the decisions of each policy and of its baseline, scored on the same steps."""
+"""Results of a replay: decisions of each policy and its baseline, scored on the same steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMPTY_L: Float64 = np.zeros(0)
 
 @dataclass(frozen=True)
 class ReplayedDecision:
-    """One decision, or all decisions of one interval, with the steps served until the next.
+    """One decision, or all decisions in one interval, with the outcome of the steps served until the next one.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class ReplayedDecision:
     moves
         Number of slots that received weights.
     moves_busiest
-        Number of slots that received weights on the rank that received most.
+        Number of slots that received weights on the rank with the most such slots.
     par_seen
         PAR of the window before the decision, averaged over the layers.
     par_planned
@@ -41,9 +41,9 @@ class ReplayedDecision:
     seconds
         Time that the decision took on this machine.
     forecasts
-        Number of forecasts of the gain over the initial layout that were compared with the gain observed later.
+        Number of gain forecasts (relative to the initial layout) that were compared with the gain observed later.
     forecasts_held
-        Number of these forecasts whose interval contained the observed gain.
+        Number of those forecasts whose interval contained the observed gain.
     decisions
         Number of decisions. It may differ from 1 if the policy decides when heat changes.
     par_realised_L
@@ -54,12 +54,12 @@ class ReplayedDecision:
     busy_L
         float64 ``[L]``, number of served steps in which each layer had tokens.
     loads_LR
-        float64 ``[L, R]``, tokens of each rank over the served steps; only kept for the last decision.
+        float64 ``[L, R]``, total tokens of each rank in the served steps; only kept for the last decision.
     floor_L
         float64 ``[L]``, noise floor of the served steps, for a baseline; otherwise ``None``.
     hindsight_L
         float64 ``[L]``, PAR of a placement that is fitted to the served steps themselves, for a baseline; ``None`` for
-        a policy, or if it was not requested.
+        a policy, or if not requested.
     """
 
     step: int = 0
@@ -84,7 +84,7 @@ class ReplayedDecision:
 
     @property
     def par_realised(self) -> float:
-        """Mean PAR of the layers with tokens; NaN if no layer has any."""
+        """Mean PAR of the layers with tokens; NaN if no layer has tokens."""
         return float(mean_par(self.par_realised_L))
 
 
@@ -110,11 +110,11 @@ class PolicyReplay:
     decisions: tuple[ReplayedDecision, ...]
 
     def rows(self, name: str) -> Float64:
-        """Return an array of all decisions by the name of its field, float64 ``[D, L]``."""
+        """Stack the named field of all decisions and return it, float64 ``[D, L]``."""
         return np.stack([getattr(decision, name) for decision in self.decisions])
 
     def mean_L(self, rows_DL: Float64) -> Float64:
-        """Average rows of decisions, weighted by each layer's number of steps with tokens, float64 ``[L]``."""
+        """Return the mean row, float64 ``[L]``, weighted by each layer's number of steps with tokens."""
         return mean_par(rows_DL, axis=0, weights=self.rows("busy_L"))
 
     @property
@@ -124,7 +124,7 @@ class PolicyReplay:
 
     @property
     def loads_LR(self) -> Float64:
-        """Tokens of each rank over the steps of the last decision, float64 ``[L, R]``."""
+        """Total tokens of each rank in the steps after the last decision, float64 ``[L, R]``."""
         loads_LR = self.decisions[-1].loads_LR
         assert loads_LR is not None
         return loads_LR
@@ -136,12 +136,12 @@ class PolicyReplay:
 
     @property
     def par_realised(self) -> float:
-        """Mean PAR of all served steps and layers with tokens, which is the score of the policy."""
+        """Mean PAR over all served steps and layers with tokens, which is the policy's score."""
         return float(mean_par(self.par_realised_L))
 
     @property
     def moe_ms(self) -> float | None:
-        """Mean milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve."""
+        """Mean milliseconds per step of the layers' slowest ranks, summed; ``None`` without a cost curve."""
         if self.decisions[0].us_realised_L is None:
             return None
         return float(np.nansum(self.mean_L(self.rows("us_realised_L")))) / 1e3
@@ -152,7 +152,7 @@ class PolicyReplay:
         return float(mean_par(np.array([decision.par_planned for decision in self.decisions])))
 
     def total(self, name: str) -> int:
-        """Return the sum of a count over all decisions, such as ``steps``, ``moves`` or ``layers_moved``."""
+        """Return the sum over all decisions of a count field, such as ``steps``, ``moves`` or ``layers_moved``."""
         return sum(getattr(decision, name) for decision in self.decisions)
 
     @property
@@ -172,7 +172,7 @@ class PolicyReplay:
 
     @property
     def seconds_mean(self) -> float:
-        """Mean time of a decision, in seconds."""
+        """Mean time per decision, in seconds."""
         return fmean(decision.seconds for decision in self.decisions)
 
     @property
@@ -194,19 +194,20 @@ class Score:
     floor
         Noise floor.
     hindsight
-        Lowest PAR that is known with hindsight; ``None`` if it was not requested.
+        Lowest known PAR in hindsight; ``None`` if not requested.
     regret
-        Realised PAR above ``hindsight``; ``None`` if it was not requested.
+        Realised PAR minus ``hindsight``; ``None`` if not requested.
     bytes_moved
         Bytes of weights that all ranks received.
     saved_ms
-        Milliseconds per step that balancing saves; ``None`` if the experts' time is unknown.
+        Milliseconds per step that balancing saves; ``None`` if the expert time is unknown.
     stall_ms
         Milliseconds per step that moves and switches cost.
     moe_ms
-        Realised milliseconds per step, summed over each layer's slowest rank; ``None`` without a cost curve.
+        Realised milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost
+        curve.
     moe_ms_left_alone
-        The same under the initial layout.
+        ``moe_ms`` under the initial layout.
     """
 
     par: float
@@ -249,7 +250,7 @@ class Replay:
     costs
         Costs that priced the decisions and were charged for them.
     interrupted
-        True if the replay was stopped early. It then has the policies that were complete.
+        True if the replay was stopped early. It then contains only the policies that were complete.
     """
 
     first: int
@@ -278,10 +279,10 @@ class Replay:
         return next(baseline for baseline in self.baselines if baseline.setup == setup)
 
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
-        """Return the lowest PAR that is known for each decision and layer, float64 ``[D, L]``.
+        """Return the lowest known PAR for each decision and layer, float64 ``[D, L]``.
 
-        It is the minimum over the placements fitted to the served steps, the initial layout and all policies. ``None``
-        if hindsight was not requested.
+        It is the minimum over the placements fitted to the served steps, the initial layout and all policies. The
+        result is ``None`` if hindsight was not requested.
         """
         baseline = self.baseline(setup)
         if baseline.decisions[0].hindsight_L is None:
@@ -291,7 +292,7 @@ class Replay:
         return best_DL
 
     def moved_per_100_steps(self, policy: PolicyReplay) -> float:
-        """Return the slots that receive weights in 100 steps, as a fraction of all slots."""
+        """Return the number of slots that receive weights per 100 steps, as a fraction of all slots."""
         slots = self.layers * self.ranks * policy.setup.slots
         return 100 * policy.moves / (policy.steps * slots)
 
@@ -324,7 +325,7 @@ class Replay:
         return Score(
             par=par,
             par_left_alone=left_alone,
-            # A PAR that some placement reached is an upper bound of the floor.
+            # A PAR that some placement achieved is an upper bound on the floor.
             floor=min(floor, par, left_alone, par if hindsight is None else hindsight),
             hindsight=hindsight,
             regret=None if hindsight is None else par - hindsight,

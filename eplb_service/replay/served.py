@@ -1,6 +1,6 @@
-"""Rank loads and times along a trace, given the layout that serves it.
+"""Rank loads and times along a trace under a given layout.
 
-If the trace records each step's tokens by source rank, they are routed through the tables of their own ranks.
+If the trace records each step's tokens by source rank, they are routed through their source ranks' tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
 
 _STEPS_READ = 8
-"""Number of steps whose tokens by source rank are read at a time. A step of a large deployment has megabytes of them.
+"""Number of steps of source heat that are read at a time. In a large deployment, each step has megabytes of it.
 """
 
 
@@ -28,8 +28,8 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
     """Return the tokens that each rank receives in some steps of a trace, float64 ``[t, L, R]``.
 
     If the trace has the same number of source ranks as the placement, each token goes to the slot that its source
-    rank's table names, and dealing tables are used entry by entry. Otherwise each token's source is drawn uniformly
-    from all ranks. A host that splits ``even`` or by ``step`` uses no tables. Tokens stay whole.
+    rank's table names, and dealing tables use their entries in turn. Otherwise each token's source is drawn uniformly
+    from all ranks. A host that splits ``even`` or by ``step`` uses no tables. Token counts remain integers.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
     first
         Number of the first of these steps in the trace.
     serving
-        Layout that serves the steps.
+        Layout in effect during the steps.
     split
         The host's split of tokens over replicas; one of ``settings.SPLITS``.
     """
@@ -61,7 +61,7 @@ def served_us(
 ) -> Float64:
     """Return the time of each layer's slowest rank in some steps of a trace, float64 ``[t, L]`` in microseconds.
 
-    NaN if a layer has no tokens. The time to compute a stepwise split is not included.
+    Layers without tokens are NaN. The time to compute a stepwise split is not included.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def _sources(trace: Trace, first: int, end: int) -> Iterator[Array]:
 
 
 def _dealt_loads(source_TRLE: Array, destination_RLED: npt.NDArray[np.integer], destinations: int) -> Float64:
-    """Return the loads as ``_loads_from_sources`` does, with each source using its D entries in turn."""
+    """Return the loads like ``_loads_from_sources``, but with each source using its D entries in turn."""
     width = destination_RLED.shape[3]
     loads = [
         _loads_from_sources(dealt_to(source_TRLE, entry, width), destination_RLED[..., entry], destinations)

@@ -1,4 +1,4 @@
-"""Replays of many traces under many settings, with each trace under each choice of settings as one task."""
+"""Replay many traces under many settings. Each combination of a trace and settings is one task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_service.replay.result import Replay
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One trace under one choice of settings.
+    """One trace with one choice of settings.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class SweepCell:
     jobs
         The baseline and the policies of one setup.
     varied
-        The choice: values of the varied settings, by name; empty if no setting is varied.
+        Values of the varied settings, by name; empty if no setting is varied.
     """
 
     file: TraceFile
@@ -73,7 +73,7 @@ def sweep(
     Raises
     ------
     ReplayError
-        If a process or a node fails. Errors of a replay are raised too, and name the trace.
+        If a process or a node fails. Exceptions from a replay are also raised, and their messages name the trace.
     """
     workers = min(workers or cores(), len(cells))
     if ray is None:
@@ -82,7 +82,7 @@ def sweep(
 
 
 def _run_cell(cell: SweepCell) -> Replay:
-    """Open the trace and replay it; errors name the trace."""
+    """Open the trace and replay it. Error messages name the trace."""
     trace = cell.file.open()
     with naming(cell.file.path):
         result = replay(trace, cell.jobs, cell.scene)

@@ -1,1 +1,1 @@
-"""Reports on a replay: an HTML file without external resources, and the same charts as SVG files."""
+"""Reports on a replay: a self-contained HTML file, and its charts as SVG files."""

@@ -1,6 +1,6 @@
 """HTML report of a replay: charts, tables, settings, and the command that reproduces it.
 
-The file contains everything and loads nothing.
+The file is self-contained and loads no external resources.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def report_page(
 
 
 def _figure(picture: str, note: str) -> str:
-    """Return a chart and its note. As an embedded image, the SVG shares no ids with the page and runs no scripts."""
+    """Return a chart and its note. Embedded as an image, the SVG shares no ids with the page and runs no scripts."""
     title = picture.partition("<title>")[2].partition("</title>")[0]
     data = base64.b64encode(picture.encode()).decode()
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{title}">'
@@ -125,7 +125,7 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
 
 
 def _time_tiles(costs: Costs, score: Score, slots: int) -> dict[str, str]:
-    """Return the figures in milliseconds by label, as far as the costs are known."""
+    """Return those figures in milliseconds, by label, for which the costs are known."""
     tiles = {}
     if costs.step_ms and score.net_ms is not None:
         label = f"net saving in a step of {digits(costs.step_ms)} ms, according to the stated costs"
@@ -157,7 +157,7 @@ def _verdict(score: Score, best: PolicyReplay) -> str:
 
 
 def _table(replay: Replay) -> str:
-    """Return the table of figures, with a row for each policy. Unknown figures have no column."""
+    """Return the table of figures, with a row for each policy. Columns without known figures are omitted."""
     rows = []
     for policy in replay.policies:
         score = replay.score(policy)

@@ -1,4 +1,4 @@
-"""Charts of a replay as SVG, for the report, slides, papers and notebooks."""
+"""Draw a replay's charts as SVG for the report, slides, papers and notebooks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#
 _DASHES = ("", "8 3", "2 2", "10 2 2 2", "5 2 2 2 2 2", "14 4")
 _GREY = "#8a8d91"
 _BASELINE_DASHES = {"floor": "2 3", "initial placement": "", "hindsight": "7 4"}
-"""Dash patterns of the lines that policies are compared with."""
+"""Dash patterns of the baseline lines."""
 
 
 class Picture(str):
-    """Text of an SVG file. Notebooks display it as a picture."""
+    """Content of an SVG file, which notebooks display as a picture."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
     Returns
     -------
     dict of str to Picture
-        SVG texts by file name, such as ``par.svg``. A notebook displays them as pictures.
+        SVG files by name, such as ``par.svg``. A notebook displays them as pictures.
     """
     best = best_policy(replay)
     initial = replay.baseline(best.setup)
@@ -113,7 +113,7 @@ def _along(policy: PolicyReplay, look: Look, values: Sequence[float], name: str 
 
 
 def _par_lines(replay: Replay, policy_lines: Sequence[Line]) -> list[Line]:
-    """Return the realised PAR of each policy along the trace, after the baselines that they are compared with."""
+    """Return the baselines along the trace, followed by the realised PAR of each policy."""
     lines = []
     for baseline in replay.baselines:
         suffix = "" if len(replay.baselines) == 1 else baseline.label.removeprefix("baseline")
@@ -130,7 +130,7 @@ def _par_lines(replay: Replay, policy_lines: Sequence[Line]) -> list[Line]:
 def _balance_against_moves(
     replay: Replay, policies: Sequence[PolicyReplay], looks: Mapping[str, Look]
 ) -> str:
-    """Draw the PAR of each policy over its moves, with the front of the best policies."""
+    """Plot the PAR of each policy against its moves, with the Pareto front."""
     dots = [
         Dot(policy.label, looks[policy.label], replay.moved_per_100_steps(policy), policy.par_realised)
         for policy in policies
@@ -142,7 +142,7 @@ def _balance_against_moves(
 
 
 def _front(dots: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the Pareto front: the dots that no other dot beats in both moves and PAR, by increasing moves.
+    """Yield the Pareto front in order of increasing moves: dots that no other dot beats in both moves and PAR.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def _front(dots: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]
 
 
 def _over_mean(loads_LR: Float64) -> Float64:
-    """Return the tokens of each rank over the mean rank of its layer, float64 ``[L, R]``."""
+    """Return the ratio of each rank's tokens to the mean rank of its layer, float64 ``[L, R]``."""
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
     ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
     return ratio_LR

@@ -1,6 +1,6 @@
 """Small SVG charts: lines over steps, scatter plots and heat maps, with axes, ticks and legends.
 
-Text remains text. The same input gives the same file, byte for byte.
+Text is kept as text elements. The same input produces the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Scale(NamedTuple):
     last: float
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel position of a value."""
         span = self.high - self.low or 1.0
         return self.first + (value - self.low) / span * (self.last - self.first)
 
@@ -90,7 +90,7 @@ def ticks(low: float, high: float, limit: int = _MAX_TICKS, whole: bool = False)
     high
         Upper end of the axis.
     limit
-        Approximate maximum of their number.
+        Approximate maximum number of ticks.
     whole
         True to return only whole numbers.
 
@@ -129,7 +129,7 @@ MARKERS = ("circle", *_MARKERS)
 
 
 def lines_over_steps(title: str, x_title: str, lines: Sequence[Line], end: int) -> str:
-    """Draw step lines: each value is constant until the next one begins. The last value ends at step ``end``."""
+    """Draw step lines: each value applies until the next one begins. The last value applies until step ``end``."""
     first = min((line.steps[0] for line in lines if line.steps), default=0)
     values = [value for line in lines for value in line.values if math.isfinite(value)]
     entries = [(line.name, line.look, False) for line in lines]
@@ -158,9 +158,9 @@ def dots_and_front(
     y_title
         Title of the vertical axis.
     dots
-        Named points. ``x`` is a fraction, and is shown as a percentage.
+        Named points. ``x`` is a fraction that is shown as a percentage.
     front
-        Points of the line.
+        Points of the dotted line.
 
     Returns
     -------
@@ -228,7 +228,7 @@ def scale_position(values: Float64, hottest: float) -> Float64:
 
 
 class _Chart:
-    """Chart with a title, axes with ticks, horizontal grid lines, and a legend below."""
+    """Chart with a title, axes with ticks, horizontal grid lines, and a legend below the plot."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ def _png(colours: Float64) -> bytes:
 
 
 def _colour_bar(hottest: float, x: float, top: float, height: float) -> list[str]:
-    """Draw the colour scale of a heat map, with the hottest value on top."""
+    """Draw a heat map's colour scale, with the hottest value at the top."""
     values = np.linspace(hottest, 0.0, 256)[:, None]
     elements = [_image(values, hottest, x, top, 14, height)]
     scale = Scale(0.0, hottest, top + height, top)

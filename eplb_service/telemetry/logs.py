@@ -23,7 +23,7 @@ def configure_logs(level: str = "info") -> None:
     """
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        # Rich tracebacks would print local variables, such as thousands of lines of heat.
+        # Rich tracebacks would print local variables, which can be thousands of lines of heat.
         renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
@@ -41,22 +41,22 @@ def configure_logs(level: str = "info") -> None:
 _log = structlog.get_logger(__name__)
 
 _BURST = 256
-"""Number of lines that may be logged at once."""
+"""Maximum number of lines logged in a burst."""
 _PER_SECOND = 10.0
-"""Rate at which further lines are allowed."""
+"""Maximum sustained number of lines per second."""
 
 
 class BoundedLog:
     """Rate-limited log for events that clients without credentials can cause.
 
-    It is a token bucket: it logs up to 256 lines at once and 10 lines per second after that.
+    It is a token bucket that allows a burst of up to 256 lines and 10 lines per second after that.
 
     Parameters
     ----------
     on_dropped
         Function that is called for each dropped line.
     clock
-        Returns the time in seconds.
+        Function that returns the time in seconds.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class BoundedLog:
 
 @contextlib.contextmanager
 def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
-    """Send the errors of the running event loop and of libraries to ``log``.
+    """Redirect errors from the running event loop and from libraries to ``log``.
 
     By default, asyncio writes the exception of a task that is no longer awaited directly to stderr. A client that
     cancels many calls could fill the disk with those tracebacks.
@@ -118,7 +118,7 @@ def bounding_library_logs(log: BoundedLog) -> Iterator[None]:
 
 
 class _LibraryHandler(logging.Handler):
-    """Handler that forwards the warnings and errors of libraries to a bounded log."""
+    """Handler that forwards library warnings and errors to a bounded log."""
 
     def __init__(self, log: BoundedLog) -> None:
         super().__init__(logging.WARNING)

@@ -1,6 +1,6 @@
-"""Prometheus series of the service, declared in one table.
+"""The service's Prometheus series, declared in one table.
 
-The service reports events and values here. The metrics never query the service.
+The service pushes events and values here. The metrics never query the service.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ def declared_series() -> dict[str, list[Row]]:
 
 
 class Metrics:
-    """All series of the service, in a registry.
+    """All of the service's series, in a registry.
 
-    The number of label values is bounded by the existing deployments and layers. Methods use the names of ``TABLE`` and
-    accept labels in its order, ``deployment`` first.
+    The number of label values is bounded by the existing deployments and layers. Methods use the names in ``TABLE`` and
+    accept labels in the same order, ``deployment`` first.
 
     Attributes
     ----------
     registry
-        Registry with these series, and with the standard series of the process.
+        Registry with these series and the standard process series.
 
     Examples
     --------
@@ -194,7 +194,7 @@ class Metrics:
             (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
     def expect(self, deployment: str, results: Sequence[str], outcomes: Sequence[str]) -> None:
-        """Initialize the counters of a deployment to 0, so that the first event is visible as an increase."""
+        """Initialize a deployment's counters to 0, so that the first event is visible as an increase."""
         for kind, name, labels, _ in self._rows:
             if kind == "counter" and labels == ("deployment",):
                 self.count(name, deployment, by=0)

@@ -1,1 +1,1 @@
-"""Readers for the files of other programs: engines' recorders, router traces, responses and tables."""
+"""Readers for other programs' files: engines' recorders, router traces, responses and tables."""

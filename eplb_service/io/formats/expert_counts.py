@@ -1,8 +1,8 @@
 """Readers for the token counts that engines write: vLLM's expert load and TensorRT-LLM's expert statistics.
 
-vLLM's offline EPLB writes JSON Lines. A record ``eplb_load_meta`` has the model and the number of ranks. Each record
-``eplb_load_stats`` is one step, with ``expert_load`` and ``p2l_map`` of the shape ``[layers, slots]``. The reader skips
-records of other types, which scripts may add.
+vLLM's offline EPLB writes JSON Lines. An ``eplb_load_meta`` record has the model and the number of ranks. Each
+``eplb_load_stats`` record is one step, with ``expert_load`` and ``p2l_map`` of shape ``[layers, slots]``. The reader
+skips records of other types, which scripts may add.
 
 TensorRT-LLM writes a folder with ``meta_info.json`` and one ``rankN.safetensors`` per rank, if
 ``EXPERT_STATISTIC_ITER_RANGE`` is set. Each rank counts the experts that its own tokens chose, as int64 ``[experts]``
@@ -44,7 +44,7 @@ from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts, numbered
 _META = "eplb_load_meta"
 _STATS = "eplb_load_stats"
 _SCRIPT_RECORDS = ("session_metadata", "bench_run_start")
-"""Types of records that vLLM's scripts add."""
+"""Record types that vLLM's scripts add."""
 _META_FILE = "meta_info.json"
 _RANK_FILE = "rank%d.safetensors"
 _KEY = re.compile(r"(\d{1,12})_(\d{1,4})")
@@ -57,7 +57,7 @@ def _is_vllm_record(content: Mapping[str, Any]) -> bool:
 
 
 def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in vLLM's records, with one step per record with tokens.
+    """Build the trace from vLLM's records, with one step for each record that has tokens.
 
     Raises ``HeatError`` naming the first record that is invalid.
     """
@@ -96,16 +96,16 @@ def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayT
 
 
 def _vllm_facts(meta: Mapping[str, Any], all_slots: int, placements: int, idle: int) -> TraceFacts:
-    """Return the facts about vLLM's records.
+    """Collect the facts in vLLM's records.
 
     Parameters
     ----------
     meta
         Record ``eplb_load_meta``, or an empty dictionary.
     all_slots
-        Slots of all ranks together.
+        Total number of slots on all ranks.
     placements
-        Number of placements that were in use one after the other.
+        Number of placements used in succession.
     idle
         Number of steps without tokens.
     """
@@ -124,12 +124,12 @@ def _vllm_facts(meta: Mapping[str, Any], all_slots: int, placements: int, idle: 
 
 
 def _is_tensorrt_llm_folder(folder: Path) -> bool:
-    """Return True if a folder holds TensorRT-LLM's expert statistics."""
+    """Return True if a folder contains TensorRT-LLM's expert statistics."""
     return (folder / _META_FILE).exists() and any(folder.glob("rank*.safetensors"))
 
 
 def _trace_of_tensorrt_llm_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in TensorRT-LLM's expert statistics, with one step per iteration.
+    """Build the trace from TensorRT-LLM's expert statistics, with one step per iteration.
 
     Raises ``HeatError`` if the file of a rank is missing or damaged, or if an iteration does not have every layer.
     """

@@ -1,14 +1,14 @@
 """Readers for the experts that each token chose: Megatron's router traces, and the responses of engines.
 
-Megatron writes JSON Lines, one file per rank, if ``--moe-routing-trace-path`` is set. A record is one layer of one step
-on one rank, with ``top_indices`` of the shape ``[tokens, choices]``. In training, there is one record per microbatch.
-The reader sums the ranks. It skips the layers of multi-token prediction (``block`` is ``mtp``), which are not part of
-the model.
+Megatron writes JSON Lines, one file per rank, if ``--moe-routing-trace-path`` is set. Each record covers one layer of
+one step on one rank, with ``top_indices`` of shape ``[tokens, choices]``. In training, there is one record per
+microbatch. The reader sums the ranks. It skips the layers of multi-token prediction (``block`` is ``mtp``), which are
+not part of the model.
 
 vLLM (``--enable-return-routed-experts``) adds the experts to each choice of a response, as an ``.npy`` in base64.
 SGLang (``return_routed_experts``) adds them to ``meta_info`` or ``sglext``, as int32 in base64 without a shape. Lists
 of numbers are accepted as well. Each row is a token that was fed to the model: the tokens of the prompt, and the
-generated tokens except the last. Only the generated tokens become steps, because the steps model decoding.
+generated tokens except the last. Only the generated tokens become steps, because the steps represent decoding.
 
 References
 ----------
@@ -58,12 +58,12 @@ def _is_megatron_record(content: Mapping[str, Any]) -> bool:
 
 
 def _is_megatron_folder(folder: Path) -> bool:
-    """Return True if a folder holds the files of Megatron's router trace."""
+    """Return True if a folder contains the files of Megatron's router trace."""
     return any(folder.glob("router_trace_rank*.jsonl"))
 
 
 def _trace_of_megatron_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
-    """Return the trace of all ranks. Raises ``HeatError`` if the file of a rank is missing or damaged."""
+    """Build the trace from the files of all ranks. Raises ``HeatError`` if the file of a rank is missing or damaged."""
 
     def records() -> Iterator[Record]:
         for file in files_of_ranks(folder, _RANK_FILE).values():
@@ -74,11 +74,11 @@ def _trace_of_megatron_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
 
 
 def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in Megatron's records.
+    """Build the trace from Megatron's records.
 
-    Steps are left out if a rank did not record every layer, and the trace's origin states their number. Unless the
-    user states the number of experts, it is the largest expert that was chosen, plus one. Raises ``HeatError`` if no
-    step is complete, or a record is invalid.
+    Steps that some rank did not record in every layer are left out, and the trace's origin gives their number. Unless
+    the user provides the number of experts, it is the largest chosen expert plus one. Raises ``HeatError`` if no step
+    is complete, or a record is invalid.
     """
     read_as.refuse_unused("a router trace of Megatron", "experts")
     chosen: dict[tuple[int, int], list[Array]] = defaultdict(list)
@@ -141,9 +141,9 @@ def _heat_of_choices(
 
 
 def _is_response(content: Mapping[str, Any]) -> bool:
-    """Return True if a record is a response with the experts of tokens.
+    """Return True if a record is a response that contains its tokens' experts.
 
-    A list under this name, outside a response, is an array of routes.
+    Outside a response, a list under this name is an array of routes.
     """
     return any(True for _ in _returned(content)) and not isinstance(content.get(_FIELD), list)
 
@@ -195,7 +195,7 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
 
 
 def _returned(content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], object]]:
-    """Yield the experts that a response returns, each with the mapping that contains them."""
+    """Yield each mapping in a response that contains experts, together with these experts."""
     for choice in (content, *_choices(content)):
         for holder in (choice, *(choice.get(name) for name in _EXTENSIONS)):
             if isinstance(holder, Mapping) and holder.get(_FIELD) is not None:
@@ -239,7 +239,8 @@ def _chosen(value: object, location: str, tokens: int | None, top_k: int | None)
 def _shaped(numbers: Array, tokens: int | None, top_k: int | None) -> Array:
     """Return SGLang's numbers, which have no shape, as ``[rows, L, C]``.
 
-    There is one row per token except the last. The user states the choices, and the layers follow.
+    There is one row per token except the last. The user provides the number of choices, which implies the number of
+    layers.
     """
     rows = (tokens or 0) - 1
     if rows < 1 or numbers.size % rows:
@@ -269,7 +270,7 @@ def _generated(content: Mapping[str, Any], prompt: int | None, completion: int |
     completion
         Tokens of the completion, or ``None`` if unknown.
     rows
-        Number of rows. The result is all of them if the response has no token counts.
+        Number of rows. If the response has no token counts, this is the result.
     """
     if "prompt_routed_experts" in content:
         return rows
@@ -297,7 +298,7 @@ def _count(content: Mapping[str, Any], holder: Mapping[str, Any], name: str) -> 
 
 
 def _check_distinct(chosen_KLC: Array) -> None:
-    """Raise ``HeatError`` if a token chooses an expert twice, which shows that the shape is wrong."""
+    """Raise ``HeatError`` if a token chooses an expert twice, which means that the shape is wrong."""
     ordered_KLC = np.sort(chosen_KLC, axis=2)
     if ((ordered_KLC[..., 1:] == ordered_KLC[..., :-1]) & (ordered_KLC[..., 1:] >= 0)).any():
         raise HeatError(

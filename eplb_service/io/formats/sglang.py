@@ -1,11 +1,11 @@
-"""Reader of the dumps of SGLang's expert distribution recorder.
+"""Reader for dumps from SGLang's expert distribution recorder.
 
-The mode ``stat`` dumps ``logical_count`` ``[buffer, layers, experts]``, summed over the ranks. It is a copy of the ring
-buffer in memory: rows that were never written are zero, and once the buffer has wrapped around, the newest rows come
-before the oldest.
+In ``stat`` mode, the recorder dumps ``logical_count`` ``[buffer, layers, experts]``, summed over the ranks. It is a
+copy of the ring buffer in memory: rows that were never written are zero, and once the buffer has wrapped around, the
+newest rows come before the oldest.
 
-The modes ``per_pass`` and ``per_token`` write one file per rank with ``records``, one per forward pass. Each rank
-counts only its own tokens, so the reader sums a pass over the ranks.
+In ``per_pass`` and ``per_token`` modes, it writes one file per rank with ``records``, one per forward pass. Each rank
+counts only its own tokens, so the reader sums each pass over the ranks.
 
 In all modes, ``layers`` includes the dense layers of the model, whose counts are zero.
 
@@ -47,7 +47,7 @@ class _Pass:
 
     @property
     def phase(self) -> int:
-        """Index into ``PHASES``. A pass is mixed if the ranks differ."""
+        """Index of the pass's phase in ``PHASES``. A pass is mixed if its ranks' phases differ."""
         return _MIXED if len(self.phases) > 1 else next(iter(self.phases), 0)
 
 
@@ -57,21 +57,21 @@ def is_dump(document: object) -> bool:
 
 
 def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in the dumps of a run's ranks.
+    """Build the trace from the dumps of all ranks of a run.
 
-    Passes that some ranks did not record are left out, and the trace's origin states their number.
+    Passes that some ranks did not record are left out, and the trace's origin gives their number.
 
     Parameters
     ----------
     dumps
         Name of each file, and its document.
     read_as
-        Facts that the user states. A map from the user overrides those in the dumps.
+        Facts that the user provides. A map from the user overrides those in the dumps.
 
     Raises
     ------
     HeatError
-        If the dumps are inconsistent, or are not from one run.
+        If the dumps are inconsistent or come from different runs.
     """
     read_as.refuse_unused("records of SGLang's recorder", "phy2log", "experts")
     phy2log = read_as.phy2log
@@ -153,20 +153,20 @@ def _add(
 
 
 def _counts(record: Mapping[Any, Any], location: str, phy2log: Array | None) -> Array:
-    """Return a record's tokens by slot, ``[L, P]``. If it has no counts, count the choices of its tokens."""
+    """Return a record's tokens by slot, ``[L, P]``, counted from its tokens' choices if the record has no counts."""
     counts = record.get("global_physical_count")
     choices = record.get("topk_ids_of_layer")
     if counts is not None or choices is None or phy2log is None:
         return counts_of(counts, "global_physical_count", location, ("layers", "slots"))
     slots = phy2log.reshape(len(phy2log), -1).shape[-1]
-    # -1 fills up the row of a token with fewer choices.
+    # The rows of tokens with fewer choices are padded with -1.
     axes = ("layers", "tokens", "choices")
     choices_LKC = counts_of(choices, "topk_ids_of_layer", location, axes, minimum=-1, maximum=slots - 1)
     return np.stack([np.bincount(chosen_KC[chosen_KC >= 0], minlength=slots) for chosen_KC in choices_LKC])
 
 
 def trace_of_ring_buffer(counts_TLE: Array, origin: str, read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in a dump of the mode ``stat``.
+    """Build the trace from a dump in ``stat`` mode.
 
     Rows without tokens are not steps, and layers without tokens are dense, so both are left out. If every row is in
     use, the buffer may have wrapped around at an unknown row. The trace's origin then says that the steps may be out of
@@ -179,7 +179,7 @@ def trace_of_ring_buffer(counts_TLE: Array, origin: str, read_as: ReadAs) -> Arr
     origin
         Format of the file.
     read_as
-        Facts that the user states.
+        Facts that the user provides.
 
     Raises
     ------

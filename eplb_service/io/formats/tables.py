@@ -24,7 +24,7 @@ COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of a table with one row per count. Counts without a row are 0."""
 PARQUET_MAGIC = b"PAR1"
 _ROW_BYTES = 96
-"""Memory of one row while it is read, which holds the columns separately and then combined, at 64 bits each."""
+"""Memory needed to read one row, in bytes: its columns exist separately and then combined, at 64 bits each."""
 _HEADER_BYTES = 1 << 16
 _NOT_CSV = "is neither a CSV of plain numbers nor a file of another known format"
 _NO_ROWS = "has a header but no rows"
@@ -32,7 +32,7 @@ _EXPERT_COLUMN = re.compile(r"(?:expert|e)?[ _-]?(\d{1,6})", re.IGNORECASE)
 
 
 def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in a ``.csv`` or ``.parquet`` file.
+    """Read the trace in a ``.csv`` or ``.parquet`` file.
 
     A table with the columns step, layer, expert and tokens has one row per count. A ``.csv`` without a header, or with
     a header such as ``expert_0,expert_1``, is a table of weights, with one row per layer and one column per expert.
@@ -84,7 +84,7 @@ def _parquet_rows(path: Path, packed: int) -> Float64:
 
 
 def _check_numbers(schema: Any) -> None:
-    """Raise ``HeatError`` if a column does not hold numbers. One long text can fill many rows of a small file."""
+    """Raise ``HeatError`` if a column is not numeric. A small file can repeat one long string in many rows."""
     from pyarrow import types
 
     for field in schema:
@@ -144,7 +144,7 @@ def _message_for_no_rows(header: list[str]) -> str:
 
 
 def _expert_columns(header: list[str]) -> list[int]:
-    """Return the columns of experts 0, 1, ... Raises ``HeatError`` if the names do not number all experts."""
+    """Return the column index of each expert. Raises ``HeatError`` if the header does not name every expert."""
     matches = [_EXPERT_COLUMN.fullmatch(name) for name in header]
     column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
     if not all(matches) or sorted(column_of) != list(range(len(header))):
@@ -156,10 +156,10 @@ def _expert_columns(header: list[str]) -> list[int]:
 
 
 def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> ArrayTrace:
-    """Return the trace in a table with one row per count.
+    """Build the trace from a table with one row per count.
 
-    The trace has only the layers that occur in the table, and all experts up to the largest that occurs or, if the user
-    states it, the number of experts.
+    The trace has only the layers that occur in the table. It has as many experts as the user specifies or, by default,
+    all experts up to the largest in the table.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> 
     packed
         Size of the file in bytes.
     read_as
-        Facts that the user states.
+        Facts that the user provides.
 
     Raises
     ------
@@ -209,7 +209,7 @@ def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> 
 def write_table(path: Path, heat_batches: Iterable[Counts], steps: int, layer_numbers: Sequence[int]) -> None:
     """Write heat as a ``.csv`` or ``.parquet`` table with one row per count.
 
-    Counts of 0 have no row. The exceptions are each layer's first and last count, so that the shape can be read back.
+    Counts of 0 are omitted, except for each layer's first and last count, so that the shape can be read back.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ def write_table(path: Path, heat_batches: Iterable[Counts], steps: int, layer_nu
 
 
 class _CsvWriter:
-    """Writer of batches of rows as lines of text."""
+    """Writer that appends batches of rows as lines of text."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="ascii", newline="\n")
@@ -254,13 +254,13 @@ class _CsvWriter:
         self._file.close()
 
     def write(self, columns: list[Any]) -> None:
-        """Append one row per entry of the columns. Numbers are written such that they read back exactly."""
+        """Append one row per entry of the columns. Numbers are written so that they read back exactly."""
         texts = [map(repr, column.tolist()) for column in columns]
         self._file.writelines(f"{','.join(row)}\n" for row in zip(*texts, strict=True))
 
 
 class _ParquetWriter:
-    """Writer of batches of rows as row groups of a parquet file."""
+    """Writer that appends batches of rows as row groups of a parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
