@@ -1,4 +1,4 @@
-"""Reference expert-parallel Mixture-of-Experts (MoE) layer, a ``LiveLayer`` that agents can rebalance."""
+"""Reference expert-parallel Mixture-of-Experts (MoE) layer: a ``LiveLayer`` that agents can rebalance."""
 
 from eplb_lab.layer.block import MoEBlock
 from eplb_lab.layer.checkpoint import ExpertLoader

@@ -1,4 +1,4 @@
-"""MoE block of a model: router, expert-parallel layer, and experts without weights."""
+"""MoE block of a model: a router, an expert-parallel layer, and experts without weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MoEBlock(torch.nn.Module):
     layer
         The expert-parallel layer.
     free_experts
-        Kind of the free experts, which have no weights.
+        Kind of free experts, which have no weights.
 
     Raises
     ------
     ValueError
-        If the router has fewer experts than the layer, or if it has more without ``free_experts``, or if
+        If the router has fewer experts than the layer, if it has more although ``free_experts`` is not given, or if
         ``free_experts`` is given although both have the same number.
     """
 
@@ -81,7 +81,7 @@ class MoEBlock(torch.nn.Module):
         dispatcher
             Dispatcher for this step, by default the layer's first.
         length
-            Common length that the ranks pad their tokens to; see ``ExpertParallelMoE.forward``.
+            Common length that ranks pad their tokens to; see ``ExpertParallelMoE.forward``.
         profile
             Use balanced choices instead of the router's, and record no heat.
         """
@@ -90,7 +90,7 @@ class MoEBlock(torch.nn.Module):
         weights_TK, ids_TK = self.router(logits.flatten(0, -2))
         experts = layer.shape.experts
         if profile:
-            # Grouped experts require the same number of choices for each rank's group.
+            # Grouped experts require the same number of choices from each rank's group.
             groups = layer.ep_size if layer.rank_bound else 1
             size = ids_TK.shape[0], experts, ids_TK.shape[1]
             ids_TK = balanced_choices(*size, ids_TK.device, rank=layer.ep_rank, groups=groups)

@@ -10,15 +10,15 @@ import torch
 from eplb_lab.layer.weights import ExpertTensors
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Names of an expert's matrices w1, w3 and w2 in most checkpoints."""
+"""Names that most checkpoints use for an expert's matrices w1, w3 and w2."""
 
 
 class ExpertLoader:
     """Loads the experts of one layer from a checkpoint's tensors, in any order.
 
-    Tensors are named ``<prefix>.<expert>.<projection>.<suffix>``. The suffix is ``weight`` or ``bias``; in W8A8 also
+    Tensors are named ``<prefix>.<expert>.<projection>.<suffix>``. The suffix is ``weight`` or ``bias``. W8A8 also has
     ``weight_scale``, with one scale per output row (``[N]`` or ``[N, 1]``), and ``weight_offset``, which must be zero.
-    Scales per group or block of a row are rejected, because no layer computes with them.
+    Scales per group or block within a row are rejected, because no layer supports them.
 
     The checkpoint contains all experts. The loader copies an expert into every local slot that holds it.
 
@@ -35,7 +35,7 @@ class ExpertLoader:
     projections
         Names of the gate, up and down projection.
     tp_rank
-        Number of the tensor-parallel rank. It loads its share of the rows of w1 and w3, and of the columns of w2.
+        Index of the tensor-parallel rank, which loads its share of the rows of w1 and w3 and of the columns of w2.
     tp_size
         Number of tensor-parallel ranks that share an expert.
 
@@ -113,7 +113,7 @@ class ExpertLoader:
             raise ValueError(f"has the unknown projection {projection!r}; it must be one of {names}")
         slots = self._slots_of.get(expert, [])
         if suffix == "weight_offset" and "weight_scale" in self._tensors:
-            # Checkpoints of ModelSlim have offsets, which are zero if tokens are quantized one by one.
+            # ModelSlim checkpoints contain offsets, which are zero if tokens are quantized individually.
             if tensor.any():
                 raise ValueError("must be zeros, because the layer's quantization is symmetric")
             return len(slots)
@@ -136,7 +136,8 @@ class ExpertLoader:
     def _fitted(self, tensor: torch.Tensor, target: torch.Tensor, split: int) -> torch.Tensor:
         """Return this rank's share of an expert's tensor, in the shape of ``target``.
 
-        ``split`` is the dimension that tensor-parallel ranks share. A target with fewer dimensions is not split.
+        ``split`` is the dimension that is divided among tensor-parallel ranks. A target with fewer dimensions is not
+        split.
         """
         # Numbers of 8 bits or fewer are meaningless without their scales.
         is_wide = tensor.is_floating_point() and tensor.itemsize > 1

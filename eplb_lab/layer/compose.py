@@ -1,4 +1,4 @@
-"""Assembly of a layer from its parts: kernel of dispatcher and experts, layer options, and one path per dispatcher."""
+"""Assemble a layer from its parts: a kernel of dispatcher and experts, layer options, and one path per dispatcher."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ class ModularKernel:
         dtype: torch.dtype,
         shared: Sequence[Callable[[], Callable[[], torch.Tensor]]] = (),
     ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-        """Compute this rank's tokens with the experts of all ranks.
+        """Run this rank's tokens through the experts of all ranks.
 
-        Every rank calls this at every step, even without tokens. With two requests, the tokens of one travel while the
-        experts compute the other. All ranks make their exchanges in the same order: every dispatch, then every combine.
+        Every rank calls this in every step, even without tokens. With two requests, the tokens of one are in transit
+        while the experts compute the other. All ranks perform their exchanges in the same order: all dispatches, then
+        all combines.
 
         Parameters
         ----------
@@ -69,15 +70,15 @@ class ModularKernel:
         dtype
             Data type of the outputs.
         shared
-            Functions that start shared experts, called while tokens travel. Each returns a function that finishes
-            them, which is called while outputs return.
+            Functions that start shared experts, called while tokens are in transit. Each returns a function that
+            finishes the shared experts, which is called while outputs are in transit.
 
         Returns
         -------
         outputs : list of torch.Tensor
             Outputs of each request.
         heat_S : torch.Tensor
-            Number of real token choices that each local slot computed, int64.
+            Number of real token choices computed by each local slot, int64.
         shared_outputs : list of torch.Tensor
             Outputs of the shared experts, which are not included in ``outputs``.
         """
@@ -86,7 +87,7 @@ class ModularKernel:
         combines: list[Callable[[], torch.Tensor]] = []
         heat: list[torch.Tensor] = []
         while dispatches:
-            # Taking the dispatch off the queue releases its send and receive buffers before the experts run.
+            # Removing the dispatch from the queue releases its send and receive buffers before the experts run.
             arrival = dispatches.popleft()()
             heat.append(arrival.batch.heat_S)
             rows = self._experts.apply(arrival.batch, weights, dtype)
@@ -104,7 +105,7 @@ class LayerOptions:
     """Options that change the parts of a layer."""
 
     tp_group: RankGroup | None = None
-    """Tensor-parallel ranks. They pass the same tokens, and each dispatches a share of them."""
+    """Tensor-parallel ranks. They are given the same tokens, and each dispatches a share of them."""
 
     dp_groups: Sequence[RankGroup] = ()
     """Groups over which all-gather and MoGE gather tokens, in this order; by default one group of all ranks.
@@ -113,7 +114,7 @@ class LayerOptions:
     """
 
     max_rank_tokens: int | None = None
-    """Limit of the tokens that a rank dispatches. If set, experts use the batched format, without quantization."""
+    """Maximum number of tokens that a rank dispatches. If set, experts use the batched format, without quantization."""
 
     weigh_on_input: bool = False
     """Multiply the experts' inputs by the weights instead of their outputs; only for K = 1."""
@@ -122,12 +123,12 @@ class LayerOptions:
     """Quantize tokens before they are gathered, so that fewer bytes are sent; only for W8A8 layers."""
 
     mc2: MC2Variant | None = None
-    """Variant of MC2's operators; by default the variant for the machine."""
+    """Variant of MC2's operators; defaults to the variant for the machine."""
 
     split: str = "tables"
-    """Split of an expert's tokens over its replicas.
+    """Method of splitting an expert's tokens over its replicas.
 
-    ``"tables"`` uses ``log2phy``. ``"step"`` computes a split in each step that minimises the load of the hottest rank
+    ``"tables"`` uses ``log2phy``. ``"step"`` computes, in each step, a split that minimises the hottest rank's load
     (see ``stepwise``).
     """
 
@@ -158,7 +159,7 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class LayerPath:
-    """Parts that process a step's tokens; a layer has one path per dispatcher."""
+    """The parts that process a step's tokens. A layer has one path per dispatcher."""
 
     preparation: Preparation
     kernel: ModularKernel
@@ -166,13 +167,13 @@ class LayerPath:
     """True if all ranks dispatch the same tokens."""
 
     room: int | None = None
-    """Limit of the tokens of one batched dispatch, including padding; ``None`` without a limit."""
+    """Maximum number of tokens in one batched dispatch, including padding, or ``None`` if there is no limit."""
 
     distinct_for: str | None = None
-    """Name of the part that requires the real choices of a token to be distinct experts; ``None`` without one."""
+    """Name of the part that requires a token's real choices to be distinct experts, or ``None`` if no part does."""
 
     limits: MC2Limits | None = None
-    """Limits of MC2's operators; ``None`` if they are not enforced."""
+    """Limits of MC2's operators, or ``None`` if they are not enforced."""
 
     @classmethod
     def of(
@@ -198,7 +199,7 @@ class LayerPath:
         group
             Ranks of the layer.
         mc2_group
-            Group of the same ranks that MC2 communicates in.
+            Group of the same ranks for MC2's communication.
         slots
             Number of slots per rank.
         operators
@@ -206,14 +207,14 @@ class LayerPath:
         device
             Device of the layer.
         options
-            Options of the layer, already validated.
+            Validated options of the layer.
         experts
             Experts for the standard format.
 
         Raises
         ------
         ValueError
-            If there is no such dispatcher, if groups do not fit, or if the layer exceeds MC2's limits.
+            If there is no such dispatcher, if the groups do not match, or if the layer exceeds MC2's limits.
         """
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
         sender: TokenDispatcher
@@ -240,7 +241,10 @@ class LayerPath:
         return cls(preparation, ModularKernel(sender, experts), gathers, room, distinct_for, limits)
 
     def check_room(self, layer: int, tokens: int, choices: int) -> None:
-        """Raise ``ValueError`` if a rank dispatches too many tokens, including padding, or choices per token."""
+        """Raise ``ValueError`` if a rank dispatches too many tokens or too many choices per token.
+
+        Padding counts as tokens.
+        """
         if self.limits is not None:
             self.limits.check_step(tokens, choices)
         if self.room is not None and tokens > self.room:
@@ -293,7 +297,8 @@ def _mc2_limits(
 ) -> MC2Limits | None:
     """Return the limits of MC2's operators, or ``None`` if they are not enforced.
 
-    Raises ``ValueError`` if ``mc2_group`` has other ranks than ``group``, or if it must be a separate group but is not.
+    Raises ``ValueError`` if the ranks of ``mc2_group`` differ from those of ``group``, or if it must be a separate
+    group but is not.
     """
     if (mc2_group.rank, mc2_group.size) != (group.rank, group.size):
         raise ValueError(

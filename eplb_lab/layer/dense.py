@@ -1,4 +1,4 @@
-"""MoE layer without any parallelism, the reference that tests compare the expert-parallel layer with."""
+"""MoE layer without parallelism, used in tests as the reference for the expert-parallel layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_lab.layer.weights import ExpertSource, ExpertTensors, fill_weights
 
 
 class DenseMoE(ExpertTensors):
-    """MoE layer that computes all E experts on one rank, one after the other, in plain torch."""
+    """MoE layer that computes all E experts sequentially on one rank, in plain torch."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Interface of the experts, and an implementation for the batched format.
+"""Expert interface, and an implementation for the batched format.
 
 Experts receive rows grouped by local slot and return each row's output at the same position.
 """
@@ -34,7 +34,7 @@ class ExpertBatch:
     """``[N, H]`` or ``[S, M, H]``. Experts ignore the rows that belong to no slot."""
 
     group_list_S: torch.Tensor
-    """int64: number of rows of each local slot, encoded as ``group_list_type``."""
+    """int64: number of rows of each local slot, in the encoding ``group_list_type``."""
 
     group_list_type: GroupListType
     scale_N: torch.Tensor | None = None
@@ -71,7 +71,7 @@ class Experts(Protocol):
 class BatchedExperts:
     """Floating-point experts that compute all M rows of every slot, including padding.
 
-    They never read the row counts, so a CUDA graph can capture them.
+    They never read the row counts, so CUDA graphs can capture them.
     """
 
     format = ActivationFormat.BATCHED

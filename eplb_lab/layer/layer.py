@@ -26,10 +26,10 @@ from worker_agent.stepwise import StepwiseSplit
 class ExpertParallelMoE(EplbState, ExpertTensors):
     """One MoE layer on one of R ranks, a ``LiveLayer`` with an interface like those of inference engines.
 
-    The layer reads its layout at each call from the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and
-    ``expert_map``. Code may write a new layout into them in place, on all ranks between the same two steps; outputs
-    stay the same. If tokens are split by step, it must call ``install_placement`` as well. Dispatch uses physical ids;
-    ``expert_map`` exists for kernels that need it.
+    On each call, the layer reads its layout from the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and
+    ``expert_map``. A caller may write a new layout into them in place, on all ranks between the same two steps, without
+    changing the outputs. If tokens are split by step, the caller must also call ``install_placement``. Dispatch uses
+    physical ids; ``expert_map`` exists for kernels that need it.
 
     Parameters
     ----------
@@ -38,39 +38,41 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
     phy2log_RS
         Placement, int32 ``[R, S]``: logical expert in each slot of each rank. R is the size of ``ep_group``.
     experts
-        Source of the experts' weights, called only for this rank's experts. With ``None``, load the weights with an
+        Source of the experts' weights, called only for this rank's experts. If ``None``, load the weights with an
         ``ExpertLoader`` and call ``process_after_load``.
     biases
         Source of the experts' biases, if they have any.
     log2phy_E
-        This rank's table, int32 ``[E]``, or a dealing table ``[E, D]``. The rank's tokens of an expert go to the
-        entries of a dealing table in turn, starting at the first entry in each step. In the default table, source rank
-        ``r`` starts at replica ``r % k`` of k, or at the first replica if a dispatcher gives all ranks the same tokens.
+        This rank's table, int32 ``[E]``, or a dealing table ``[E, D]``. With a dealing table, the rank's tokens for an
+        expert are sent to its entries in turn, starting at the first entry in each step. In the default table, source
+        rank ``r`` starts at replica ``r % k`` of k, or at the first replica if a dispatcher gives all ranks the same
+        tokens.
     dealing_width
         D of the default table. All tables that are written later have the same number of entries.
     dispatcher
-        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or a sequence of them. Each step selects one of the
-        sequence; the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank.
-        With all-gather or MoGE, the tables of all ranks must be the same.
+        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or a sequence of them. Each step can select any of
+        them; the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank. With
+        all-gather or MoGE, the tables of all ranks must be the same.
     ep_group
         Ranks of the layer; ``None`` for a single rank.
     mc2_group
-        Process group of the same ranks that only MC2's operators use, as CANN requires. Layers may share it. The
+        Process group of the same ranks that is reserved for MC2's operators, as CANN requires. Layers may share it. The
         default is ``ep_group``, which MC2 rejects on an NPU.
     heat_rows
         W, the number of steps that the heat rings hold.
     quantization
         ``"none"``, ``"w8a8"`` or ``"w8a8_dynamic"``. W8A8 has int8 weights with one scale per output row, and quantizes
-        tokens at each call with one scale each. ``"w8a8"`` quantizes floating-point weights after they are loaded;
-        ``"w8a8_dynamic"`` loads weights that are int8 already.
+        tokens on each call, with one scale per token. ``"w8a8"`` quantizes floating-point weights after they are
+        loaded; ``"w8a8_dynamic"`` loads weights that are int8 already.
     dtype
         Data type of the tokens, and of the weights unless they are quantized.
     device
         Device of the layer's tensors.
     check_ids
-        Check top-k ids against E at each call. By default only a CPU does, because the check waits for a device.
+        Check top-k ids against E on each call. By default this is done only on a CPU, because the check would make the
+        host wait for an accelerator.
     shared_experts
-        Shared experts, which run while tokens travel. Their outputs are added.
+        Shared experts, which run while tokens are in transit. Their outputs are added.
     options
         Options that change the parts of the layer.
 
@@ -146,12 +148,12 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         mc2_group: dist.ProcessGroup | RankGroup | None = None,
         options: LayerOptions | None = None,
     ) -> None:
-        """Rebuild the layer for another group of ranks, for example if a deployment grows or shrinks.
+        """Rebuild the layer for a different group of ranks, for example when a deployment grows or shrinks.
 
         All ranks of the new group call this between the same two steps. The expert map, tables, heat rings, exchanges
-        and experts are created from scratch, as for a new layer. Their tensors have new addresses, so capture graphs
-        again and start a new agent. Its Hello opens a new group of the same deployment, and the service plans for that
-        group as soon as the agents of the old one have left.
+        and experts are created from scratch, as for a new layer. Their tensors have new addresses, so the caller must
+        recapture graphs and start a new agent. The new agent's Hello opens a new group in the same deployment, and the
+        service plans for that group once all agents of the old group have left.
 
         Parameters
         ----------
@@ -164,18 +166,18 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         biases
             Source of the experts' biases.
         log2phy_E
-            This rank's table, by default as for a new layer.
+            This rank's table; the default is the same as for a new layer.
         mc2_group
-            Process group for MC2, by default ``ep_group``.
+            Process group for MC2; defaults to ``ep_group``.
         options
-            New options, by default those of the layer. Options that contain groups must be replaced.
+            New options; defaults to the layer's options. Options that contain groups must be replaced.
 
         Raises
         ------
         ValueError
             If the arguments do not fit together, as for a new layer. Also if the layer's options contain groups of the
-            old ranks and are not replaced, or if only one of the layer and the new experts has biases. The layer is
-            unchanged in all cases.
+            old ranks and are not replaced, or if only one of the layer and the new experts has biases. In all cases,
+            the layer is left unchanged.
         """
         if options is None:
             options = self._options
@@ -247,7 +249,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._hold(shape.layer, weights)
 
     def process_after_load(self) -> None:
-        """Convert the weights to the format that the layer computes with, after a checkpoint was loaded.
+        """Convert the weights to the layer's compute format after a checkpoint has been loaded.
 
         Call this before an agent starts, because it may replace tensors. Their addresses are final afterwards.
         """
@@ -271,9 +273,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         return self._group.size
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Switch the split by step to another placement of all ranks, int32 ``[R, S]``.
+        """Make the split by step use a new placement of all ranks, int32 ``[R, S]``.
 
-        Call this on all ranks between the same two steps, when another placement is written into the layer. It only
+        Call this on all ranks between the same two steps, when a new placement is written into the layer. It only
         writes into existing tensors.
         """
         if self._split is not None:
@@ -292,9 +294,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None = None,
         profile: bool = False,
     ) -> torch.Tensor:
-        """Compute this rank's tokens with their experts on all ranks.
+        """Run this rank's tokens through their experts on all ranks.
 
-        All ranks of the group call this at every step, with the same ``dispatcher``, ``length`` and ``phase``. The
+        All ranks of the group call this in every step, with the same ``dispatcher``, ``length`` and ``phase``. The
         number of tokens T may differ between ranks and may be 0.
 
         Parameters
@@ -307,16 +309,16 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             Weights ``[T, K]`` in any floating-point dtype.
         active
             Mask of the real tokens, bool ``[T]``, or of the real choices, ``[T, K]``. The rest is padding with
-            arbitrary values, neither routed nor counted. The output of a padding token is zero. A token with masked
-            choices still gets the output of the shared experts.
+            arbitrary values, which is neither routed nor counted. The output of a padding token is zero. A token with
+            masked choices still gets the output of the shared experts.
         phase
             Kind of the step. In a dummy step, no token is real.
         dispatcher
             Dispatcher for this step, by default the layer's first.
         length
-            Common number of tokens that MC2, all-gather and MoGE pad every rank to. Without it, the ranks exchange
-            their numbers of tokens and wait for them. With it, the host reads no device values. All-to-all pads
-            nothing and always waits for its counts, but with a split by step it uses ``length`` as well.
+            Common number of tokens to which MC2, all-gather and MoGE pad every rank. Without it, the ranks exchange
+            their token counts and wait for the result. With it, the host reads no device values. All-to-all does not
+            pad and always waits for its counts, but a split by step uses ``length`` in that case as well.
         profile
             True if the step only measures the machine. Its heat is then recorded as zeros.
 
@@ -328,8 +330,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         Raises
         ------
         ValueError
-            If the input does not fit. Shapes, dtypes, devices and ids are checked before any collective, limits of a
-            dispatcher only after the preparation. See ``eplb_lab.layer.shape`` for the consequences on other ranks.
+            If the input is invalid. Shapes, dtypes, devices and ids are checked before any collective, but dispatcher
+            limits only after the preparation. See ``eplb_lab.layer.shape`` for the consequences on other ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
         (out_TH,) = self._step((batch,), phase, dispatcher, length, profile)
@@ -346,7 +348,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None = None,
         profile: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute two micro-batches as one step: tokens of one travel while the experts compute the other.
+        """Compute two micro-batches as one step: the tokens of one are in transit while the experts compute the other.
 
         The heat of both is recorded in one row of the rings. Returns the outputs of ``first`` and of ``second``. Other
         arguments and errors are as for ``forward``.
@@ -382,7 +384,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         outputs = [prepared.finalize(out_TH) for prepared, out_TH in zip(preparations, results, strict=True)]
         if not shared_outputs:
             return outputs
-        # Shared experts compute padding tokens as well, so mask the outputs.
+        # Shared experts also compute padding tokens, so mask the outputs.
         return [
             masked_outputs(out_TH + shared_TH, batch.active, phase)
             for batch, out_TH, shared_TH in zip(batches, outputs, shared_outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Preparation of a rank's tokens before dispatch (padding, slicing, gathering), and its reversal for their outputs."""
+"""Prepare a rank's tokens for dispatch (padding, slicing, gathering), and undo the preparation for their outputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from eplb_lab.layer.rank_group import RankGroup, pack_rows, unpack_rows
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokens for this rank to dispatch; all padding is zeros."""
+    """Tokens for this rank to dispatch. All padding is zeros."""
 
     hidden_TH: torch.Tensor
     """Tokens in the layer's dtype, or int8 if ``scale_T`` is set."""
 
     routing: tuple[torch.Tensor, ...]
-    """Routing of the tokens, ``[T, ...]`` each: router logits, or choices that were made before (ids and weights)."""
+    """Routing of the tokens, ``[T, ...]`` each: router logits, or choices already made (ids and weights)."""
 
     finalize: Callable[[torch.Tensor], torch.Tensor]
     """Converts outputs, in the order of the prepared tokens, to the outputs of the rank's own tokens."""
 
     source: slice
-    """Slice of the rank's own tokens that it is the source of. If ranks share tokens, each token has one source."""
+    """Slice of its own tokens for which the rank is the source. If ranks share tokens, each token has one source."""
 
     active_T: torch.Tensor | None = None
     """bool: mask of the real tokens; ``None`` if all are real."""
@@ -35,7 +35,7 @@ class Prepared:
     """float32: scale of each int8 token."""
 
     common_tokens: int | None = None
-    """Largest number of tokens that a rank dispatches, if all ranks know it without an exchange."""
+    """Largest number of tokens that any rank dispatches, if all ranks know it without an exchange."""
 
 
 def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _rank_slice(tp: RankGroup, tokens: int) -> slice:
 
 
 class All2AllPreparation:
-    """Preparation that slices the tokens over tensor-parallel ranks, and gathers their outputs.
+    """Preparation that slices the tokens across tensor-parallel ranks and gathers their outputs.
 
     Tokens are padded to a multiple of the number of ranks.
     """
@@ -67,8 +67,8 @@ class All2AllPreparation:
     ) -> Prepared:
         """Return this rank's slice.
 
-        ``length``, the largest number of tokens of any rank, is only used for ``Prepared.common_tokens``. Nothing is
-        padded to it.
+        ``length``, the largest number of tokens of any rank, is only used for ``Prepared.common_tokens``. Tokens are
+        not padded to it.
         """
         tokens = hidden_TH.shape[0]
         common = None if length is None else -(-length // self._tp.size)
@@ -83,7 +83,7 @@ class All2AllPreparation:
         source: slice,
         common_tokens: int | None,
     ) -> Prepared:
-        """Pad the tokens to ``length`` and return the slice ``source`` of them.
+        """Pad the tokens to ``length`` and return the slice ``source``.
 
         ``finalize`` gathers the slices of all ranks and drops the padding. It returns a new tensor, because the input
         tensor may be shared with the shared experts.
@@ -117,7 +117,7 @@ class MC2Preparation(All2AllPreparation):
     ) -> Prepared:
         """Return this rank's padded slice and its mask.
 
-        Without ``length`` the ranks exchange their numbers of tokens and wait for them. Raises ``ValueError`` if this
+        Without ``length``, the ranks exchange their token counts and wait for the result. Raises ``ValueError`` if this
         rank has more tokens than ``length``.
         """
         tokens = hidden_TH.shape[0]
@@ -134,13 +134,13 @@ class MC2Preparation(All2AllPreparation):
 def _gather(
     group: RankGroup, hidden_TH: torch.Tensor, routing: Sequence[torch.Tensor], length: int | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Gather the tokens of all ranks and their routing, in order of rank.
+    """Gather the tokens of all ranks and their routing, in rank order.
 
-    Each rank's tokens are padded to ``length``. Without it, the ranks first exchange their numbers of tokens and wait
-    for them.
+    Each rank's tokens are padded to ``length``. Without it, the ranks first exchange their token counts and wait for
+    the result.
 
-    Raises ``ValueError`` if this rank has more tokens than ``length``. If the ranks' tokens differ in their number of
-    bytes, all ranks raise ``ValueError``, but this is only detected without ``length``.
+    Raises ``ValueError`` if this rank has more tokens than ``length``. If the tokens' size in bytes differs between
+    ranks, all ranks raise ``ValueError``, but this is only detected without ``length``.
     """
     columns = [hidden_TH, *routing]
     flat_columns = [column.unsqueeze(1) if column.ndim == 1 else column.flatten(1) for column in columns]
@@ -175,7 +175,7 @@ class AllGatherPreparation:
     groups
         Groups to gather over, one after the other: data-parallel ranks, then the ranks of prefill context parallelism.
     tp
-        Ranks that have the same tokens but other experts. Their partial sums are added last.
+        Ranks that have the same tokens but different experts. Their partial sums are added last.
     quantize_with
         Operators that quantize tokens to int8 before the gather, so that fewer bytes are sent (W8A8).
     """
@@ -222,4 +222,4 @@ class AllGatherPreparation:
 
 
 Preparation = All2AllPreparation | AllGatherPreparation
-"""Provides a dispatcher's tokens. A preparation keeps no state of a call."""
+"""Provides a dispatcher's tokens. A preparation keeps no state between calls."""

@@ -38,7 +38,7 @@ class Unquantized:
     def create_weights(
         self, shape: MoEShape, slots: int, dtype: torch.dtype, device: torch.device, biased: bool
     ) -> ExpertWeights:
-        """Create empty tensors, in the format of a checkpoint.
+        """Create empty tensors in checkpoint format.
 
         Parameters
         ----------
@@ -73,7 +73,7 @@ class Unquantized:
         return weights
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
-        """Compute the experts with grouped products; without rows, no operator is called."""
+        """Compute the experts with grouped products. If there are no rows, no operator is called."""
         if not batch.rows.shape[0]:
             return batch.rows.to(dtype)
         first_NI = self._product(batch, batch.rows, batch.scale_N, weights.first, dtype)
@@ -115,7 +115,8 @@ class Unquantized:
             options = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
         elif bias_SM is not None:
             options = {"bias": [bias_SM]}
-        # The operator does not support a list of one count. It equals its cumulative sum, so pass it as that.
+        # The operator does not support a list of one count. A single count equals its cumulative sum, so pass it as
+        # one.
         single_slot = batch.group_list_S.shape[0] == 1
         (out_NM,) = self._operators.npu_grouped_matmul(
             [rows_NK],
@@ -135,7 +136,7 @@ class Unquantized:
 
 
 class W8A8(Unquantized):
-    """int8 weights with one scale per output row, and tokens quantized at each call with one scale each.
+    """int8 weights with one scale per output row, and tokens quantized on each call with one scale per token.
 
     Weights are loaded in floating point and quantized afterwards.
     """
@@ -143,7 +144,7 @@ class W8A8(Unquantized):
     quantizes_tokens = True
 
     def process_after_load(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-        """Quantize the weights, unless they are int8 already."""
+        """Quantize the weights unless they are already int8."""
         if weights.w13_scale_SI is not None:
             return weights
         w13_SIH, w13_scale_SI = _quantized(self._operators, weights.w13_SIH, dtype)
@@ -165,7 +166,7 @@ class W8A8(Unquantized):
 
 
 class W8A8Dynamic(W8A8):
-    """W8A8 with weights that are loaded in int8 with their scales, as in ModelSlim's checkpoints."""
+    """W8A8 with weights that are loaded as int8 together with their scales, as in ModelSlim checkpoints."""
 
     def create_weights(
         self, shape: MoEShape, slots: int, dtype: torch.dtype, device: torch.device, biased: bool

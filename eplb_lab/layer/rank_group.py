@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 class RankGroup:
     """One rank's view of a group of R ranks.
 
-    With ``group=None`` the rank is the only one: exchanges return their input, and ``torch.distributed`` is not used.
+    If ``group`` is ``None``, the rank is alone: exchanges return their input, and ``torch.distributed`` is not used.
 
     On a CPU all exchanges are all-to-alls, because the cost of gloo's all-gather grows with the length of its ring.
     Other devices use the backend's all-gather, which sends the rows once instead of R times.
@@ -26,7 +26,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | RankGroup | None) -> RankGroup:
-        """Wrap a process group; a ``RankGroup`` is returned as it is."""
+        """Wrap a process group. A ``RankGroup`` is returned as is."""
         return group if isinstance(group, RankGroup) else cls(group)
 
     @classmethod
@@ -70,12 +70,12 @@ class RankGroup:
     def start_all_to_all(
         self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], torch.Tensor]:
-        """Start to exchange rows with all ranks, which must start their exchanges in the same order.
+        """Start exchanging rows with all ranks, which must start their exchanges in the same order.
 
         Parameters
         ----------
         rows_NX
-            Rows to send, in order of the receiving rank.
+            Rows to send, ordered by receiving rank.
         sent
             Number of rows to send to each rank.
         received
@@ -84,13 +84,13 @@ class RankGroup:
         Returns
         -------
         Callable
-            Function that waits for the received rows and returns them in order of rank; call it once. On an
-            accelerator it only waits until the stream may use the rows. It keeps the sent rows alive until then.
+            Function that waits for the received rows and returns them in rank order. Call it only once. On an
+            accelerator it only makes the stream wait for the rows. It keeps the sent rows alive until then.
         """
         if self._group is None:
             return lambda: rows_NX
         received_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
-        # A list, so that ``wait`` can drop the reference.
+        # Use a list so that ``wait`` can drop the reference.
         send_buffer = [rows_NX.contiguous()]
         work = dist.all_to_all_single(
             received_MX, send_buffer[0], received, sent, group=self._group, async_op=True
@@ -109,19 +109,19 @@ class RankGroup:
         return self.start_all_to_all(rows_NX, sent, received)()
 
     def exchange(self, rows_RX: torch.Tensor) -> torch.Tensor:
-        """Send row ``r`` to each rank ``r``, and return the rows received, in order of rank."""
+        """Send row ``r`` to rank ``r``, for each rank, and return the received rows in rank order."""
         ones = [1] * self.size
         return self.all_to_all(rows_RX, ones, ones)
 
     def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        """Return the ``numbers`` of each rank, in order of rank."""
-        # Fill the tensor on the device, because a copy from the host would wait for the device once more.
+        """Return the ``numbers`` of each rank, in rank order."""
+        # Fill the tensor on the device, because a copy from the host would wait for the device again.
         row = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
         numbers_R: list[list[int]] = self.exchange(row.repeat(self.size, 1)).tolist()
         return numbers_R
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of all ranks, in order of rank; every rank must pass the same number."""
+        """Gather the rows of all ranks, in rank order. Every rank must pass the same number of rows."""
         if self._group is None and self.size == 1:
             return rows_TX
         if self._gathers(rows_TX.device):
@@ -187,6 +187,7 @@ def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[t
     """
     widths = [column.shape[1] * column.element_size() for column in like]
     slices = torch.split(packed_TB, widths, dim=1)
-    # Always copy: even a single row, which is contiguous, may start at an address that its dtype does not allow.
+    # Always copy, because even a single row, which is contiguous, may start at an address that is misaligned for its
+    # dtype.
     copies = [piece.clone(memory_format=torch.contiguous_format) for piece in slices]
     return [piece.view(column.dtype) for piece, column in zip(copies, like, strict=True)]

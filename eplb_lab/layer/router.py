@@ -38,14 +38,14 @@ class Router:
     groups
         Number of groups of consecutive experts.
     top_groups
-        Number of groups that a token can choose from. A group ranks by its highest score, or by the sum of its two
-        highest if there is a correction bias.
+        Number of groups that a token can choose from. Groups are ranked by their highest score or, if there is a
+        correction bias, by the sum of their two highest scores.
     correction_bias_E
-        Bias that is added to the scores for the choice, but not for the weights.
+        Bias that is added to the scores when experts are chosen, but not when weights are computed.
     scaling_factor
-        Factor of all weights, applied last.
+        Factor applied to all weights at the end.
     custom
-        Routing function of a model. It replaces everything except ``scaling_factor``.
+        Model-specific routing function. It replaces everything except ``scaling_factor``.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class Router:
     >>> ids, weights
     (tensor([[1, 2]], dtype=torch.int32), tensor([[0.7311, 0.2689]]))
 
-    With two groups of which one is chosen, both experts come from the same group:
+    If one of two groups is chosen, both experts belong to the same group:
 
     >>> weights, ids = Router(experts=4, top_k=2, groups=2, top_groups=1)(torch.tensor([[0.0, 2.0, 1.0, -1.0]]))
     >>> ids
@@ -93,7 +93,7 @@ class Router:
     def __call__(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 weights and int32 ids, both ``[T, K]``, best choice first.
 
-        Raises ``ValueError`` if the logits have another shape than ``[T, E]``.
+        Raises ``ValueError`` if the shape of the logits is not ``[T, E]``.
         """
         if logits_TE.ndim != 2 or logits_TE.shape[1] != self.experts:
             raise ValueError(
@@ -112,7 +112,7 @@ class Router:
         if self.top_groups < self.groups:
             biased_TE = biased_TE.masked_fill(~self._eligible(biased_TE), float("-inf"))
         elif softmax and self.correction_bias_E is None:
-            # Logits have the same order as the scores, but small probabilities may round to ties.
+            # Use the logits: they have the same order as the scores, but small probabilities may round to ties.
             biased_TE = logits_TE
         ids_TK = biased_TE.topk(self.top_k, dim=-1).indices
         if softmax and self.renormalise:
@@ -174,9 +174,9 @@ def balanced_choices(
 ) -> torch.Tensor:
     """Return choices that load the experts as evenly as possible, for runs that measure memory use.
 
-    No token chooses an expert twice. On each rank, the numbers of times that two experts are chosen differ by at most
-    one. The same holds for the sum over ranks that have the same number of tokens, because each rank continues the
-    sequence of the rank before it.
+    No token chooses an expert twice. On each rank, the numbers of choices of any two experts differ by at most one. The
+    same is true of the sums over ranks with equal token counts, because each rank continues the sequence of the
+    previous rank.
 
     Parameters
     ----------

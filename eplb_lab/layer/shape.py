@@ -2,18 +2,18 @@
 
 How invalid input is handled
     A rank validates everything that it can check locally (shapes, dtypes, devices, expert ids) and raises
-    ``ValueError`` before it enters a collective. The other ranks, whose input was valid, then wait in the first
-    exchange of that step. They fail with an error from torch when the failed process ends its group, or when the
-    group's timeout expires. A host that catches the ``ValueError`` must therefore end the step on all ranks.
+    ``ValueError`` before it enters a collective. The remaining ranks, whose input was valid, then block in the first
+    exchange of that step. They fail with a torch error when the failed process destroys its group, or when the group's
+    timeout expires. A host that catches the ``ValueError`` must therefore end the step on all ranks.
 
     Differences between ranks are detected only if the ranks exchange sizes anyway. A preparation that gathers tokens
-    raises on every rank if the ranks' tokens have different widths (for example another K). Grouped experts that are
-    not chosen equally often also raise on every rank. With all-to-all, each rank may have its own K. The operators of
-    MC2 require the same K on all ranks but cannot check it.
+    raises on every rank if the tokens' widths differ between ranks (for example because K differs). If grouped experts
+    are not chosen equally often, every rank raises as well. With all-to-all, K may differ between ranks. MC2's
+    operators require the same K on all ranks but cannot check it.
 
     Layers must be built with the same experts, hidden size, dtype, dispatcher and options on all ranks. Building a
-    layer fails if its ``log2phy`` table does not fit the placement. Code that writes another table later must do so on
-    all ranks between the same two steps, as agents do after a vote. Otherwise tokens are lost.
+    layer fails if its ``log2phy`` table does not fit the placement. Code that writes a different table later must do so
+    on all ranks between the same two steps, as agents do after a vote. Otherwise, tokens are lost.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Activation(str, Enum):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's tokens of a step or of half a step; for the fields see ``ExpertParallelMoE.forward``."""
+    """One rank's tokens for a step or half a step. See ``ExpertParallelMoE.forward`` for the fields."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
@@ -123,12 +123,12 @@ class MoEShape:
         device
             Device of the layer.
         check_ids
-            If true, also check the ids of the real choices. On an accelerator this waits for the device.
+            True to also check the ids of the real choices. On an accelerator, this makes the host wait for the device.
 
         Raises
         ------
         ValueError
-            If a tensor does not fit. The message names the layer, the tensor and the requirement.
+            If a tensor is invalid. The error message names the layer, the tensor and the requirement.
         """
         ids_shape = list(topk_ids_TK.shape)
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:

@@ -1,4 +1,4 @@
-"""Shared experts, which compute every token, in two parts that run while tokens travel."""
+"""Shared experts, which process every token, in two parts that run while tokens are in transit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eplb_lab.layer.shape import Activation
 from eplb_lab.layer.weights import ExpertTensors, ExpertWeights
 
 SharedModule = Callable[[torch.Tensor], torch.Tensor]
-"""Shared experts in one piece: a function from ``[T, H]`` to ``[T, H]``."""
+"""Unsplit shared experts: a function from ``[T, H]`` to ``[T, H]``."""
 
 
 class SharedExperts(ExpertTensors):
@@ -31,7 +31,7 @@ class SharedExperts(ExpertTensors):
     dtype
         Data type of the tokens.
     gate_H
-        Optional gate: outputs are multiplied by the sigmoid of its product with the token.
+        Optional gate. Outputs are multiplied by the sigmoid of the gate's product with the token.
     activation
         Activation between the two products.
     tp
@@ -46,7 +46,7 @@ class SharedExperts(ExpertTensors):
     Raises
     ------
     ValueError
-        If shapes do not fit, or if the two parts do not compute the same as ``whole``.
+        If the shapes do not match, or if the outputs of the two parts differ from those of ``whole``.
     """
 
     gate_H: torch.Tensor | None
@@ -98,7 +98,7 @@ class SharedExperts(ExpertTensors):
     def start(self, hidden_TH: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Compute the first part and return a function that computes the second.
 
-        The kernel calls the function while outputs travel.
+        The kernel calls the function while outputs are in transit.
         """
         gate_up_TI = self.part1(hidden_TH)
         return lambda: self.part2(hidden_TH, gate_up_TI)
@@ -107,9 +107,9 @@ class SharedExperts(ExpertTensors):
     def verify(self, whole: SharedModule) -> None:
         """Compare the two parts with the host's own module on random tokens.
 
-        Call it again after loading other weights. Tensor-parallel ranks call it together, each with the same module.
-        Raises ``ValueError`` if the relative difference exceeds 1 %, or 5 % in W8A8: a module that computes more than
-        the two parts must not be split.
+        Call this again after loading new weights. Tensor-parallel ranks call it together, each with the same module.
+        Raises ``ValueError`` if the relative difference exceeds 1 %, or 5 % in W8A8, because a module that computes
+        more than the two parts must not be split.
         """
         w2_1HI = self.w2_weight
         tolerance = 5e-2 if self._method.quantizes_tokens else 1e-2

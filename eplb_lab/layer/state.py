@@ -30,7 +30,7 @@ def checked_table(
     shared_tokens: bool,
     dealing_width: int = 1,
 ) -> Int32:
-    """Validate a placement and return the rank's table, validated as well.
+    """Validate a placement and the rank's table, and return the table.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ def checked_table(
     log2phy_E
         The rank's table, or ``None`` for the default table.
     shared_tokens
-        True if all ranks see the same tokens. The default table is then rank 0's on every rank.
+        True if all ranks see the same tokens. The default table is then rank 0's table on every rank.
     dealing_width
-        D, the number of entries of the default table.
+        D, the number of entries per expert in the default table.
 
     Returns
     -------
@@ -108,13 +108,13 @@ class EplbState(torch.nn.Module):
     """int32 ``[E]``: physical id to which this rank sends its tokens of each expert; ``[E, D]`` for a dealing table."""
 
     moe_load: torch.Tensor
-    """int32 ``[W, S]``: token choices that each slot computed for all ranks."""
+    """int32 ``[W, S]``: number of token choices that each slot computed for all ranks."""
 
     source_load: torch.Tensor | None
     """int32 ``[W, E]``: choices of this rank's own tokens, by logical expert.
 
     With every dispatcher, exactly one rank counts a token, so a sum over ranks counts it once. This is the rank that
-    passed the token to ``forward``. If tensor-parallel ranks pass the same tokens, each counts a share of them.
+    passed the token to ``forward``. If tensor-parallel ranks pass the same tokens, each rank counts a share of them.
     """
 
     load_counter: torch.Tensor
@@ -146,7 +146,7 @@ class EplbState(torch.nn.Module):
         ids_N
             Logical experts of this rank's own choices, or -1 for choices that are not real.
         counts
-            If false, write zeros.
+            False to write zeros.
         """
         experts = self.expert_map.shape[0]
         source_E = count_ids(ids_N % (experts + 1), experts + 1)[:-1]

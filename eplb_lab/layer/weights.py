@@ -86,7 +86,7 @@ def fill_weights(
     experts: ExpertSource,
     biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """Copy the expert of each slot into ``weights``, and return them.
+    """Copy each slot's expert into ``weights``, and return ``weights``.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def fill_weights(
     Raises
     ------
     ValueError
-        If a source returns tensors of another shape, or if ``weights`` are int8.
+        If a source returns tensors of the wrong shape, or if ``weights`` are int8.
     """
     _fill(shape.layer, logical_S, experts, {"w13": weights.w13_SIH, "w2": weights.w2_SHI})
     if biases is not None and weights.w13_bias_SI is not None and weights.w2_bias_SH is not None:
@@ -132,7 +132,7 @@ def _fill(layer: int, logical_S: list[int], source: ExpertSource, tensors: dict[
 class ExpertTensors(torch.nn.Module):
     """Module with the tensors of S local slots, in the layout of ``ExpertWeights``.
 
-    The tensors keep their addresses: experts are moved by writing into them.
+    The tensors keep their addresses, because experts are moved by writing into them.
     """
 
     w13_weight: torch.Tensor

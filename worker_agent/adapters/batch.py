@@ -1,4 +1,4 @@
-"""Phase and number of tokens of a step, derived from the schedule that vLLM or vLLM-Ascend executes."""
+"""Derive a step's phase and token count from the schedule that vLLM or vLLM-Ascend executes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from eplb_core.heat.phase import StepPhase
 
 @dataclass(frozen=True)
 class Batch:
-    """The phase of a step on one data-parallel rank, and its number of tokens without padding."""
+    """Phase and token count, excluding padding, of a step on one data-parallel rank."""
 
     phase: StepPhase
     tokens: int
 
 
 def batch_of(schedule: Any) -> Batch | None:
-    """Return the batch of a ``SchedulerOutput``, or ``None`` if it has no tokens.
+    """Return the batch that a ``SchedulerOutput`` schedules, or ``None`` if it schedules no tokens.
 
-    A request decodes if it computes one token and the draft tokens that the step verifies. A request that computes more
-    tokens prefills, even if it does so because it was preempted.
+    A request is decoding if the step computes one token for it, plus any draft tokens to verify. A request with more
+    tokens is prefilling, even if it only recomputes tokens after being preempted.
     """
     count_of = schedule.num_scheduled_tokens
     drafts_of = schedule.scheduled_spec_decode_tokens
@@ -37,17 +37,17 @@ def batch_of(schedule: Any) -> Batch | None:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Share of one EP rank in the tokens of its data-parallel rank.
+    """One EP rank's share of the tokens of its data-parallel rank.
 
     Parameters
     ----------
     index
-        Number of the EP rank within its data-parallel rank, from 0.
+        Index of the EP rank within its data-parallel rank, starting at 0.
     ranks
         Number of EP ranks in the data-parallel rank.
     divided
-        True if the ranks divide the tokens equally. If False, every rank has all tokens and only the first one reports
-        them.
+        True if the tokens are divided evenly among the ranks. If False, every rank has all of the tokens, and only the
+        first rank reports them.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class TokenShare:
     divided: bool
 
     def of(self, tokens: int) -> int:
-        """Return the number of ``tokens`` that the rank reports. The reports of all ranks sum to ``tokens``."""
+        """Return the number of tokens that this rank reports. The counts of all ranks add up to ``tokens``."""
         if not self.divided:
             return tokens if self.index == 0 else 0
         return tokens // self.ranks + (self.index < tokens % self.ranks)
@@ -74,11 +74,11 @@ def share_of_rank(rank: int, ranks: int, shared: bool) -> TokenShare:
     Parameters
     ----------
     rank
-        Number of the EP rank in its group. The EP ranks of one data-parallel rank have consecutive numbers.
+        Index of the EP rank in its group. The EP ranks of one data-parallel rank have consecutive indices.
     ranks
         Number of EP ranks in each data-parallel rank.
     shared
-        True if these ranks all have the same tokens.
+        True if all of these ranks have the same tokens.
     """
     return TokenShare(rank % ranks, ranks, divided=not shared)
 
@@ -86,18 +86,18 @@ def share_of_rank(rank: int, ranks: int, shared: bool) -> TokenShare:
 def step_of(
     batch: Batch | None, share: TokenShare | None, *, is_dummy: bool = False
 ) -> tuple[StepPhase, int | None]:
-    """Return the phase and the rank's number of tokens for ``Agent.step``.
+    """Return the phase and this rank's token count to pass to ``Agent.step``.
 
     Parameters
     ----------
     batch
-        Batch of the data-parallel rank. If it is ``None``, the step is reported as a decode step, as for hosts that do
-        not label their steps.
+        Batch of the data-parallel rank. If ``None``, the step is reported as a decode step, as for hosts that do not
+        label their steps.
     share
-        Share of this rank. ``None`` if rank 0 counts the tokens of several data-parallel ranks; the number of tokens is
-        then ``None`` too.
+        This rank's share of the tokens, or ``None`` if rank 0 counts the tokens of several data-parallel ranks. The
+        returned token count is then ``None`` too.
     is_dummy
-        True if the step has no real tokens of this rank.
+        True if this rank has no real tokens in the step.
     """
     if is_dummy:
         return StepPhase.DUMMY, None if share is None else 0

@@ -1,8 +1,9 @@
-"""Check that the agent can balance an engine's release with its options.
+"""Check that the agent supports an engine's release and options.
 
-An adapter replaces private functions of its engine, and relies on others. For each tested release, ``known.json``
-records where these functions are, their parameters and a fingerprint of their bodies. If a release has changed one of
-them, the adapter refuses it and names the function. It checks all functions before it patches any of them.
+An adapter replaces some of its engine's private functions and relies on others. For each tested release, ``known.json``
+records where these functions are defined, their parameters and a fingerprint of their bodies. If any of them has
+changed, the adapter refuses the release, and the error message names the function. All functions are checked before any
+of them is patched.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Any, TypeAlias, cast
 class UnsupportedEngineError(RuntimeError):
     """An engine, release, model or combination of options that the agent cannot balance.
 
-    Releases are checked before the engine is patched, and options before or while it loads its model. Only faults that
-    the first forward passes reveal are raised later.
+    The release is checked before the engine is patched, and the options before or while the model is loaded. Only
+    problems that the first forward passes reveal are raised later.
 
     Parameters
     ----------
     subject
-        The release, option or tensor at fault; the beginning of a sentence.
+        The release, option or tensor at fault, phrased as the start of a sentence.
     reason
-        Reason why it cannot be balanced; a sentence without its full stop.
+        Reason that it cannot be balanced, phrased as a sentence without the full stop.
     remedy
-        Way to start the engine with the agent; the beginning of a sentence.
+        Change that lets the engine start with the agent, phrased as the start of a sentence.
     """
 
     def __init__(self, subject: str, reason: str, remedy: str) -> None:
@@ -49,7 +50,7 @@ def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
     Parameters
     ----------
     cases
-        Tuples of a condition, which is True if the case applies, and the arguments of the error.
+        Tuples ``(applies, subject, reason, remedy)``. The last three are the arguments of the error.
     """
     for applies, subject, reason, remedy in cases:
         if applies:
@@ -57,7 +58,7 @@ def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
 
 
 def refuse_cut_models(vllm_config: Any) -> None:
-    """Refuse options that split a model so that its experts cannot be moved.
+    """Refuse options that split the model in a way that prevents its experts from being moved.
 
     Parameters
     ----------
@@ -85,7 +86,7 @@ def refuse_cut_models(vllm_config: Any) -> None:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of one engine release.
+    """A function in one engine release.
 
     Parameters
     ----------
@@ -103,15 +104,15 @@ KnownReleases: TypeAlias = Mapping[str, Mapping[str, Function]]
 """Functions that an adapter patches or relies on, by release and then by target (``module:qualified.name``)."""
 
 Patches: TypeAlias = Mapping[str, int | None]
-"""Number of leading parameters that each patch of an adapter names, by the target that it replaces.
+"""Number of leading parameters that each of an adapter's patches declares, by patched target.
 
-The patch passes all further arguments on unchanged. ``None`` if the patch takes exactly the known parameters.
+The patch forwards all other arguments unchanged. ``None`` means that the patch takes exactly the known parameters.
 """
 
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A function of the installed engine that differs from the known one.
+    """A function in the installed engine that differs from the known one.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ class _Mismatch:
 
 
 def read_known(package: str) -> KnownReleases:
-    """Return the releases that the ``known.json`` of an adapter's package lists."""
+    """Return the releases listed in the ``known.json`` of an adapter's package."""
     releases = json.loads((resources.files(package) / "known.json").read_text())
     return {
         release: {
@@ -141,7 +142,7 @@ def read_known(package: str) -> KnownReleases:
 
 
 def _resolve(target: str) -> Callable[..., Any]:
-    """Import the function at a target, without the wrapper of a class method, static method or property."""
+    """Import the function at a target, and unwrap it if it is a class method, static method or property."""
     module, _, qualified_name = target.partition(":")
     value: Any = importlib.import_module(module)
     for name in qualified_name.split("."):
@@ -154,9 +155,9 @@ def _resolve(target: str) -> Callable[..., Any]:
 
 
 def fingerprint_of_tree(tree: ast.Module) -> str:
-    """Return a fingerprint of the single function in a module: 16 hexadecimal digits.
+    """Return the fingerprint of the only function in a module, as 16 hexadecimal digits.
 
-    Comments, layout and docstrings do not affect it. Docstrings are removed from ``tree`` in place.
+    Comments, formatting and docstrings do not affect it. Docstrings are removed from ``tree`` in place.
     """
     for node in ast.walk(tree):
         if (
@@ -168,7 +169,7 @@ def fingerprint_of_tree(tree: ast.Module) -> str:
 
 
 def fingerprint(target: str) -> Function:
-    """Return the function at ``target`` in the installed engine.
+    """Return the parameters and the fingerprint of the function at ``target`` in the installed engine.
 
     Raises ``ImportError`` or ``AttributeError`` if the engine has no such function.
     """
@@ -178,7 +179,7 @@ def fingerprint(target: str) -> Function:
 
 
 def mismatches(functions: Mapping[str, Function], patches: Patches) -> list[_Mismatch]:
-    """Return the ``functions`` that differ in the installed engine."""
+    """Return those of the ``functions`` that differ in the installed engine."""
     results = (_mismatch(target, expected, patches) for target, expected in functions.items())
     return [mismatch for mismatch in results if mismatch is not None]
 
@@ -191,7 +192,7 @@ def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | 
     if actual.parameters != expected.parameters:
         actual_list = ", ".join(actual.parameters)
         expected_list = ", ".join(expected.parameters)
-        # For a function without a patch, the slice is empty, so its parameters are never fatal.
+        # The slice is empty for a function without a patch, so a change to its parameters is never fatal.
         leading = slice(patches.get(target, 0))
         fatal = actual.parameters[leading] != expected.parameters[leading]
         return _Mismatch(target, f"takes ({actual_list}) instead of ({expected_list})", fatal)
@@ -205,25 +206,26 @@ def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | 
 def require(
     engine: str, version: str, known: KnownReleases, patches: Patches, *, allow_unverified: bool = False
 ) -> str | None:
-    """Check that the functions of an installed engine are those that the adapter was tested with.
+    """Check that the installed engine's functions match those that the adapter was tested with.
 
     Parameters
     ----------
     engine
         Name of the engine, for messages.
     version
-        Its installed version. If its release is unknown, its functions are compared with the nearest known release.
+        Installed version of the engine. If its release is unknown, its functions are compared with those of the nearest
+        known release.
     known
         Functions of all known releases.
     patches
         Patches of the adapter.
     allow_unverified
-        True to accept every difference, and an unknown release, as long as all patches still fit.
+        True to accept an unknown release and any differences, as long as all patches still fit.
 
     Returns
     -------
     str or None
-        Warning that names the accepted differences; ``None`` if the release is known and no function differs.
+        Warning that lists the accepted differences, or ``None`` if the release is known and no function differs.
 
     Raises
     ------
@@ -252,7 +254,7 @@ def require(
 
 
 def release_of(version: str, known: KnownReleases) -> str:
-    """Return the release of a version: the version itself if it is known, else its first two numbers.
+    """Return the release that a version belongs to: the version itself if it is known, else its first two numbers.
 
     Examples
     --------
@@ -267,9 +269,9 @@ def release_of(version: str, known: KnownReleases) -> str:
 
 
 def nearest(version: str, known: KnownReleases) -> str:
-    """Return the known release of a version, or the nearest one if its release is unknown.
+    """Return the release that a version belongs to if it is known, or else the nearest known release.
 
-    If two known releases are equally near, the newer one is returned.
+    If two known releases are equally near, return the newer one.
 
     Examples
     --------
@@ -286,7 +288,7 @@ def nearest(version: str, known: KnownReleases) -> str:
 
 
 def _order(release: str) -> int:
-    """Return a sort key for releases and versions: their first three numbers, as one integer."""
+    """Return a sort key for a release or version: its first three numbers, combined into one integer."""
     major, minor, patch = ([*map(int, re.findall(r"\d+", release)), 0, 0, 0])[:3]
     return (major * 1000 + minor) * 1000 + patch
 

@@ -1,4 +1,4 @@
-"""Base class of the engines' hosts: it runs the agent of one rank on the engine's layers and heat counts."""
+"""Base class of the engine hosts, which run one rank's agent on the engine's layers and heat counts."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ __all__ = [
 log = logging.getLogger("eplb.agent")
 
 RING_ROWS = 64
-"""Number of steps whose heat is kept on the device. Agents send a report long before a ring is full."""
+"""Number of steps whose heat is kept on the device. Agents send their reports long before a ring is full."""
 
 
 _HOST_SETTINGS = frozenset(
     {"num_redundant_experts", "dynamic_eplb", "expert_map_path", "eplb_heat_collection_stage"}
 )
-"""Settings of the engines' balancers that still apply with the agent: they determine the slots and the counts."""
+"""Engine balancer settings that still apply when the agent runs, because they determine the slots and the counts."""
 
 
 def warn_of_ignored_settings(
     engine: str, settings: Mapping[str, object], defaults: Mapping[str, object]
 ) -> None:
-    """Log the settings of the engine's own balancer that the user has changed and that no longer have an effect.
+    """Log the settings of the engine's own balancer that the user changed but that the agent ignores.
 
     Parameters
     ----------
@@ -73,10 +73,10 @@ def warn_of_ignored_settings(
 
 
 class HeatRings:
-    """Ring buffers on the device with the token counts of the last passes, one row per forward pass.
+    """Ring buffers on the device that hold the token counts of recent forward passes, one row per pass.
 
-    The model counts its forward passes on the device, possibly inside a captured graph. A pass therefore has the same
-    row on every rank, even if the host makes no call for some of them.
+    The model counts its forward passes on the device, possibly inside a captured graph. All ranks therefore use the
+    same row for a pass, even if the host makes no call for some passes.
 
     Parameters
     ----------
@@ -85,18 +85,18 @@ class HeatRings:
     device
         Device of the model.
     slots
-        S, the width of the ring of received tokens. 0 if the engine does not count tokens per slot.
+        S, the width of the ring for received tokens, or 0 if the engine does not count tokens per slot.
     experts
-        E, the width of the ring of chosen experts. 0 if the engine does not count choices per expert.
+        E, the width of the ring for chosen experts, or 0 if the engine does not count choices per expert.
     rows
-        Number of rows of each ring.
+        Number of rows in each ring.
 
     Attributes
     ----------
     slots_LWS
-        int32 ``[L, W, S]``, tokens that each local slot received; ``None`` without such a ring.
+        int32 ``[L, W, S]``, tokens that each local slot received, or ``None`` if there is no such ring.
     sources_LWE
-        int32 ``[L, W, E]``, this rank's choices by logical expert; ``None`` without such a ring.
+        int32 ``[L, W, E]``, this rank's choices by logical expert, or ``None`` if there is no such ring.
     passes
         int64 scalar on the device, number of completed forward passes.
     """
@@ -104,7 +104,7 @@ class HeatRings:
     def __init__(
         self, layers: int, device: torch.device, *, slots: int = 0, experts: int = 0, rows: int = RING_ROWS
     ) -> None:
-        # The row is the outermost axis in memory, so that a pass writes, and a report copies, contiguous memory.
+        # Rows are the outermost axis in memory, so that passes write and reports copy contiguous memory.
         self._rings_WLX = [
             torch.zeros((rows, layers, width), dtype=torch.int32, device=device) for width in (slots, experts)
         ]
@@ -113,20 +113,21 @@ class HeatRings:
         self.slots_LWS = slots_WLS.transpose(0, 1) if slots else None
         self.sources_LWE = sources_WLE.transpose(0, 1) if experts else None
         self.passes = torch.zeros((), dtype=torch.int64, device=device)
-        # Number and row of the pass that is running.
+        # Number and row of the pass in progress.
         self._pass_number = torch.zeros((), dtype=torch.int64, device=device)
         self._row = torch.zeros((), dtype=torch.int64, device=device)
-        # On a CPU, the host reads and writes the counters directly. On a device, they are operands of operators.
+        # On a CPU, the host reads and writes the counters directly. On an accelerator, only device operators access
+        # them.
         self._host_passes = host_view(self.passes)
         self._host_pass_number = host_view(self._pass_number)
         self._saved_passes: int | None = None
 
     def save(self) -> None:
-        """Copy the pass count to the host and wait for it, because the engine may then discard the device's memory."""
+        """Copy the pass count to the host and wait for the copy, because the engine may discard device memory next."""
         self._saved_passes = int(self.passes)
 
     def restore(self) -> None:
-        """Write the saved pass count back and empty the rings, unless a pass has been recorded since ``save``."""
+        """Restore the saved pass count and clear the rings, unless a pass has been recorded since ``save``."""
         if self._saved_passes is None:
             return
         for counter in (self.passes, self._pass_number):
@@ -136,18 +137,18 @@ class HeatRings:
             ring_WLX.zero_()
 
     def layer_runs(self, index: int, layers: int) -> None:
-        """Count a forward pass when its first and its last layer run.
+        """Count a forward pass once its first and its last layer have run.
 
-        Call it at the place where the model runs the layer, on the model's stream. A captured graph must contain the
-        call, so that a pass is counted when the device executes it. A layer may run in several pieces. A pass that
-        fails between its first and its last layer is not counted.
+        Call this where the model runs the layer, on the model's stream. A captured graph must include the call, so that
+        a pass is counted when the device executes it. A layer may run in several pieces. A pass that fails between its
+        first and its last layer is not counted.
 
         Parameters
         ----------
         index
-            Number of the layer that runs, from 0.
+            Index of the layer that runs, starting at 0.
         layers
-            Number of layers of the model.
+            Number of layers in the model.
         """
         host_passes = self._host_passes
         host_pass_number = self._host_pass_number
@@ -169,16 +170,17 @@ class HeatRings:
         chosen_LX: torch.Tensor | None = None,
         phy2log_LP: torch.Tensor | None = None,
     ) -> None:
-        """Write the row of the last pass, with a few operators for all layers, on the current stream.
+        """Write the last pass's row for all layers at once, with a few operators on the current stream.
 
-        The device's pass count selects the row. If no call is made for a pass, its row keeps the old counts.
+        The device's pass count selects the row. If this method is not called for a pass, the pass's row keeps its old
+        counts.
 
         Parameters
         ----------
         received_LS
             Tokens that each local slot received; ``None`` to write zeros.
         chosen_LX
-            Choices of this rank's own tokens, by logical expert, or by physical one if ``phy2log_LP`` is given.
+            Choices of this rank's own tokens, by logical expert, or by physical expert if ``phy2log_LP`` is given.
             ``None`` to write zeros, because this rank had no tokens or another rank counts them.
         phy2log_LP
             int64 ``[L, R*S]``, logical expert of each physical expert during the pass.
@@ -205,8 +207,8 @@ class HeatRings:
 def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
     """Return the period of each expert's row in a dealing table.
 
-    A host that picks entries by a token's row in the batch spreads tokens evenly over the entries that it reads. It
-    must therefore read exactly one period.
+    A host that selects entries by a token's row in the batch spreads tokens evenly over the entries that it reads, so
+    it must read exactly one period.
 
     Parameters
     ----------
@@ -216,7 +218,7 @@ def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
     Returns
     -------
     numpy.ndarray
-        int64 ``[E]``, D if the row does not repeat.
+        int64 ``[E]``. The period is D for a row that does not repeat.
 
     Examples
     --------
@@ -233,25 +235,25 @@ def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
 
 
 class EngineLayer:
-    """A ``LiveLayer`` on an engine's own tensors.
+    """A ``LiveLayer`` backed by an engine's own tensors.
 
     Parameters
     ----------
     log2phy
         Table that the engine's router reads.
     expert_map
-        Map from logical expert to local slot. It belongs to the agent: the engine's own map is by physical expert,
-        whose slot never changes.
+        Map from logical expert to local slot. The agent owns this map. The engine's own map is indexed by physical
+        experts, whose slots never change.
     weights
         Tensors that the engine's own balancer would move.
     heat
-        Rings with the heat of all layers.
+        Rings that hold the heat of all layers.
     index
-        Number of the layer in the rings.
+        Index of the layer in the rings.
     shares_tokens
         True if several ranks route the same tokens.
     entry_by_row
-        True if the engine picks a table entry by the token's row in the batch.
+        True if the engine selects table entries by the token's row in the batch.
     """
 
     def __init__(
@@ -281,7 +283,7 @@ class EngineLayer:
 
 
 class EngineHost:
-    """Runs the agent of one rank inside its engine. Each engine's subclass reads its heat and writes its tables."""
+    """Runs one rank's agent inside the engine. Each engine has a subclass that reads its heat and writes its tables."""
 
     _agent: Agent | None = None
     _has_switched = False
@@ -295,7 +297,7 @@ class EngineHost:
         return self._agent
 
     def note_batch(self, schedule: Any) -> None:
-        """Store the phase and tokens of the ``SchedulerOutput`` that the engine is about to execute."""
+        """Store the phase and token count of the ``SchedulerOutput`` that the engine is about to execute."""
         self._batch = batch_of(schedule)
 
     def _start(
@@ -307,20 +309,20 @@ class EngineHost:
         shared_values: SharedValues | None = None,
         computes: Sequence[Compute | None] = (),
     ) -> None:
-        """Test that experts can move, then start the agent together with the other ranks. A collective over ``group``.
+        """Check that experts can be moved, then start the agent on all ranks (collective over ``group``).
 
         Parameters
         ----------
         layers
             This rank's layers.
         group
-            Process group that communicates CPU tensors.
+            Process group for CPU tensors.
         token_group
-            Number of the group of ranks that share this rank's tokens; ``None`` if the tokens are not shared.
+            Number of the group of ranks that share this rank's tokens, or ``None`` if the tokens are not shared.
         shared_values
-            Values that this rank has once for all experts, from ``refuse_unmoved``.
+            Values that all experts on this rank share, as returned by ``refuse_unmoved``.
         computes
-            Expert computation of each layer; ``None`` for a layer whose experts cannot run without the rest of it.
+            Expert computation of each layer, or ``None`` for a layer whose experts cannot be run in isolation.
         """
         settings = AgentSettings()
         for complaint in misspelt(os.environ):
@@ -333,7 +335,7 @@ class EngineHost:
         self._agent = Agent.start(layers, group, settings, token_group=token_group, on_commit=self._committed)
         placement = self.agent.installed.placement
         rank = self.agent.identity.rank
-        # The line is the same on all ranks, so only rank 0 logs it at INFO.
+        # The message is the same on all ranks, so only rank 0 logs it at INFO.
         log.log(
             logging.DEBUG if rank else logging.INFO,
             "eplb-agent balances %d MoE layers of %d experts over %d ranks of %d slots; deployment %s, service %s",
@@ -356,7 +358,7 @@ class EngineHost:
         """Update the engine's own view of the placement after a layer has switched."""
 
     def drain(self, reason: str) -> None:
-        """Finish or abort the current switch. A collective that all ranks call between the same two passes."""
+        """Finish or abort the switch in progress. All ranks must call this between the same two passes."""
         self.agent.drain(reason)
         self._save()
 
@@ -366,7 +368,7 @@ class EngineHost:
         self.agent.resume()
 
     def resume_after_failure(self) -> None:
-        """Resume balancing after a failed call. The memory is not written, because it may be unmapped."""
+        """Resume balancing after a failed call, without writing to device memory, which may be unmapped."""
         self.agent.resume()
 
     def _rings(self) -> list[HeatRings]:
@@ -374,12 +376,12 @@ class EngineHost:
         return list({id(layer.rings): layer.rings for layer in self._layers}.values())
 
     def _save(self) -> None:
-        """Copy to the host the state that exists only on the device."""
+        """Copy the state that exists only on the device to the host."""
         for rings in self._rings():
             rings.save()
 
     def _write_back(self) -> None:
-        """Write all tables and counts again, in place, because a sleeping engine may have discarded device memory."""
+        """Rewrite all tables and counts in place, because a sleeping engine may have discarded device memory."""
         if not self._layers:
             return
         installed = self.agent.installed
@@ -400,7 +402,7 @@ class EngineHost:
 
 
 def _test_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
-    """Reject layers whose outputs depend on the slots of experts, and log the layers that cannot be tested."""
+    """Reject layers whose outputs depend on which slots hold the experts, and log layers that cannot be tested."""
     untested = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
         reason = "the engine cannot compute its experts without the rest of the layer"
@@ -420,7 +422,7 @@ def make_hook(
     after: Callable[[Any], None] | None = None,
     failed: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """Make a hook that calls methods of the host around a method of the engine.
+    """Make a hook that calls host methods around an engine method.
 
     Parameters
     ----------
@@ -457,7 +459,7 @@ def make_hook(
 
 
 def noting_batches(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
-    """Wrap an engine's ``execute_model`` so that the host of its owner, if it has one, stores each batch first."""
+    """Wrap an engine's ``execute_model`` so that its owner's host, if there is one, stores each batch first."""
 
     @wraps(execute_model)
     def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Plugin entry points: each engine calls its own in every process, possibly more than once.
+"""Plugin entry points. Each engine calls its own entry point in every process, possibly more than once.
 
-Without ``EPLB_AGENT_SERVICE``, they do nothing and import nothing from the engine. If the adapter does not know the
+Without ``EPLB_AGENT_SERVICE``, they do nothing and import nothing from the engine. If the adapter does not support the
 engine's release, they raise ``UnsupportedEngineError`` before patching the engine.
 """
 
@@ -19,7 +19,7 @@ _installed: set[str] = set()
 
 
 class _EngineLogHandler(logging.Handler):
-    """Passes records to the engine's logger, because engines configure only their own loggers, not those of plugins."""
+    """Forwards records to the engine's logger, because engines configure only their own loggers, not plugins'."""
 
     def __init__(self, engine: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def _log_to(engine: str) -> None:
 
 
 def register_vllm() -> None:
-    """Replace vLLM's balancer with the agent. vLLM-Ascend is left to ``register_vllm_ascend``."""
+    """Replace vLLM's balancer with the agent. ``register_vllm_ascend`` handles vLLM-Ascend."""
     if _is_requested() and importlib.util.find_spec("vllm_ascend") is None:
         _install_into_vllm("worker_agent.adapters.vllm.hooks", "vLLM with --enable-eplb")
 
@@ -66,8 +66,8 @@ def register_sglang() -> None:
     Raises
     ------
     SystemExit
-        If the adapter does not know this SGLang, or settings of the agent are invalid. SGLang would only log any other
-        exception, and then serve with its own balancer although the user asked for the agent.
+        If the adapter does not support this SGLang release, or if the agent's settings are invalid. SGLang would merely
+        log any other exception and then serve with its own balancer, even though the user asked for the agent.
     """
     if not _is_requested():
         return
@@ -93,7 +93,7 @@ def _is_requested() -> bool:
 
 @cache
 def _warn_of_misspelt_names() -> None:
-    """Log misspelt agent settings, since no agent starts that would report them."""
+    """Log misspelt agent settings, because no agent will start and report them."""
     if any(name.upper().startswith("EPLB_AGENT") for name in os.environ):
         from worker_agent.settings import misspelt
 

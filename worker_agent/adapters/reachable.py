@@ -1,4 +1,4 @@
-"""Search all values that an object reaches: attributes, containers, closures, wrappers and submodules."""
+"""Search the values reachable from an object: attributes, containers, closures, wrappers and submodules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LEAVES = (
     *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
-"""Types whose values hold no tensors, or only tensors that the whole process shares."""
+"""Types whose instances hold no tensors, or only tensors shared by the whole process."""
 
 _MAX_RECORD = 4
-"""Length up to which a tuple is taken for a record of unrelated values, not for one value per expert."""
+"""Maximum length of a tuple that is treated as a record of unrelated values rather than as one value per expert."""
 
 _FOREIGN = (
     *(
@@ -53,18 +53,18 @@ _SKIPPED_NAMES = re.compile(r"^_?(gate|router|topk)$|shared_expert|_hooks(_|$)|w
 
 @dataclass(frozen=True)
 class ReachableValue:
-    """A value, and the path from a root to it.
+    """A value and the path to it from a root.
 
     Parameters
     ----------
     path
-        Expression of attributes and indices, such as ``kernel.scales[3]``.
+        Chain of attributes and indices, such as ``kernel.scales[3]``.
     value
         The value.
     group
-        Path without the member's number, such as ``kernel.scales[*]``, if the path leads through a group.
+        Path without the member's number, such as ``kernel.scales[*]``, if the path passes through a group.
     member
-        Number of that member in its group.
+        Number of that member within its group.
     """
 
     path: str
@@ -74,7 +74,7 @@ class ReachableValue:
 
     @property
     def name(self) -> str:
-        """Last identifier in the path. An index does not count."""
+        """Last identifier in the path, ignoring indices."""
         return last_name(self.path)
 
 
@@ -93,21 +93,21 @@ def last_name(path: str) -> str:
 class Search:
     """Breadth-first search for tensors, arrays and numbers.
 
-    Values that an engine keeps once per expert form a group: a list, a mapping or numbered attributes with as many
-    members as there are experts. The search does not enter the rest of the model, that is, objects that contain a root.
-    It ends after ``MAX_OBJECTS`` objects or ``MAX_SECONDS``.
+    Values that an engine keeps once per expert form a group: a list, a mapping or a set of numbered attributes with one
+    member per expert. The search skips the rest of the model, that is, objects that contain a root. It stops after
+    ``MAX_OBJECTS`` objects or ``MAX_SECONDS``.
 
     Parameters
     ----------
     roots
         Objects to start from, by name.
     experts
-        Number of experts on this rank, and therefore of members of a group.
+        Number of experts on this rank, and therefore of members in a group.
 
     Attributes
     ----------
     cut
-        Path at which the search ended early or did not go deeper; ``None`` if it was complete.
+        Path at which the search stopped early or did not go deeper, or ``None`` if the search was complete.
     """
 
     def __init__(self, roots: Mapping[str, Any], experts: int) -> None:
@@ -120,7 +120,7 @@ class Search:
         )
 
     def __iter__(self) -> Iterator[ReachableValue]:
-        """Yield tensors, arrays and numbers, nearest first. A tensor or array is yielded again in each group."""
+        """Yield tensors, arrays and numbers, nearest first. A tensor or array is yielded again for each group."""
         deadline = time.monotonic() + MAX_SECONDS
         while self._queue:
             item, depth = self._queue.popleft()
@@ -166,7 +166,7 @@ class Search:
                     self._enqueue(parent, name, child, depth)
 
     def _is_group(self, value: Any, pattern: str, children: Mapping[int, Any]) -> bool:
-        """Return True if there is one child per expert, and only numbers distinguish their names."""
+        """Return True if there is one child per expert, and the children's names differ only in their numbers."""
         if len(children) != self._experts or self._experts < 2 or "*" not in pattern:
             return False
         if isinstance(value, tuple):
@@ -178,7 +178,7 @@ class Search:
         return max(children) == first + self._experts - 1 and (first == 0 or is_mapping)
 
     def _is_outside(self, value: Any) -> bool:
-        """Return True for objects of the process, objects that contain a root, and registries of layers."""
+        """Return True for process-wide objects, objects that contain a root, and registries of layers."""
         if id(value) in self._roots:
             return False
         if isinstance(value, torch.nn.Module):
@@ -203,7 +203,7 @@ class Search:
 
 
 def _unnumbered_children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a callable, a weak reference or a set holds, each with its path from there."""
+    """Yield the values held by a callable, a weak reference or a set, each with its path relative to the holder."""
     if isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
@@ -229,13 +229,13 @@ def _unnumbered_children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _numbered_children(value: Any) -> dict[str, dict[int, tuple[str, Any]]]:
-    """Return an object's elements and attributes, grouped by their path without its number.
+    """Return an object's elements and attributes, grouped by their path with the number replaced by ``*``.
 
     Returns
     -------
     dict
-        For each such path a dictionary from the number, 0 if there is none, to the full path and the value. A path
-        with several numbers is not shortened.
+        For each such path, a dictionary that maps the number, or 0 if there is none, to the full path and the value.
+        Paths with several numbers are not changed.
     """
     groups: dict[str, dict[int, tuple[str, Any]]] = {}
     for name, key, child in _elements_and_attributes(value):
@@ -254,7 +254,7 @@ def _numbered_children(value: Any) -> dict[str, dict[int, tuple[str, Any]]]:
 
 
 def _elements_and_attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, key and value of each element and attribute of an object."""
+    """Yield the path, key and value of each of an object's elements and attributes."""
     if isinstance(value, Mapping):
         try:
             items = list(value.items())
@@ -279,9 +279,9 @@ def _elements_and_attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, name and value of an object's attributes.
+    """Yield the path, name and value of each of an object's attributes.
 
-    These are instance attributes, slots, and tensors and containers that its classes hold.
+    These are its instance attributes and slots, and those class attributes that are tensors or containers.
     """
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
@@ -304,7 +304,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _slots_of(kind: type) -> Sequence[str]:
-    """Return the names in a class's ``__slots__``, private ones as Python mangles them."""
+    """Return the names in a class's ``__slots__``, with private names mangled as in Python."""
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     private = kind.__name__.lstrip("_")

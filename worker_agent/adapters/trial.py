@@ -1,4 +1,4 @@
-"""Test, while the engine starts, that experts compute the same outputs after they have changed slots."""
+"""Start-up tests that experts still compute the same outputs after they change slots."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The expert computation of one layer on local tokens.
 
 It takes the local slot of each token, int64 ``[T]``, and returns the tokens' outputs, ``[T, H]``. Token ``t`` has the
-same input in every call with the same number of tokens.
+same input in all calls with the same number of tokens.
 """
 
 _TOKENS_PER_SLOT = 2
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Allowed difference of an output, by its type, as a fraction of its largest absolute value."""
+"""Maximum difference in an output, by data type, as a fraction of the output's largest absolute value."""
 _SHORT_TYPE_TOLERANCE = 2e-2
-"""The same for shorter types, such as bfloat16."""
+"""Tolerance for shorter types, such as bfloat16."""
 
 
 @torch.no_grad()
 def move_and_back(layer: LiveLayer) -> None:
     """Exchange the experts of two slots as a commit would, exchange them back, and compare all bytes.
 
-    Raises ``UnsupportedEngineError`` if a tensor does not keep the bytes written to it, or if the expert tensors are
+    Raises ``UnsupportedEngineError`` if a tensor does not retain the bytes written to it, or if the expert tensors are
     empty.
     """
     weights = layer.expert_weights()
@@ -61,9 +61,9 @@ def move_and_back(layer: LiveLayer) -> None:
 
 @torch.no_grad()
 def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
-    """Exchange the layer's experts between its slots, compare the outputs of the same tokens, and exchange them back.
+    """Exchange the layer's experts between its slots, compare the outputs for the same tokens, and exchange them back.
 
-    The test reveals values that a kernel keeps in its own memory, which ``refuse_unmoved`` cannot find.
+    This detects values that a kernel keeps in its own memory, which ``refuse_unmoved`` cannot find.
 
     Parameters
     ----------
@@ -77,8 +77,8 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
     Returns
     -------
     str or None
-        ``None`` if the layer passed, or has a single slot. Otherwise the exception of ``compute``; the layer is then
-        untested.
+        ``None`` if the layer passed or has a single slot. If ``compute`` raised an exception, its text; the layer then
+        remains untested.
 
     Raises
     ------
@@ -114,9 +114,10 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
 
 
 def _differs(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Tensor) -> torch.Tensor:
-    """Return the tokens whose outputs differ after the exchange, bool ``[T]``.
+    """Return a mask of the tokens whose outputs differ after the exchange, bool ``[T]``.
 
-    A difference counts if it exceeds rounding and four times the difference between two runs before the exchange.
+    A difference counts if it exceeds the rounding tolerance plus four times the difference between two runs before the
+    exchange.
     """
     tolerance = _TOLERANCES.get(before_TH.dtype, _SHORT_TYPE_TOLERANCE)
     tokens = len(before_TH)
@@ -125,7 +126,7 @@ def _differs(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Te
     )
     allowed_T = 4 * (second_TX - first_TX).abs().amax(dim=1) + tolerance * first_TX.abs().amax(dim=1)
     difference_T = (moved_TX - first_TX).abs().amax(dim=1)
-    # Dummy weights may give outputs that are not finite, and these prove nothing.
+    # Dummy weights may produce non-finite outputs, which prove nothing.
     return (difference_T > allowed_T) & first_TX.isfinite().all(dim=1)
 
 
@@ -138,7 +139,7 @@ def _exchange(weights: Sequence[ExpertWeights], slots: int) -> None:
         for weight, buffer in zip(weights, staged, strict=True):
             for row, slot in enumerate(pair):
                 buffer[row].copy_(weight[slot])
-        # Two tensors may be views of the same memory, so all are read before any is written.
+        # Tensors may be views of the same memory, so read all of them before writing any.
         for weight, buffer in zip(weights, staged, strict=True):
             for row, slot in enumerate(reversed(pair)):
                 weight[slot].copy_(buffer[row])

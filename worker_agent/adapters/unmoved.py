@@ -21,20 +21,20 @@ from worker_agent.live_layer import ExpertWeights
 log = logging.getLogger("eplb.agent")
 
 SharedValues = dict[str, str]
-"""Digests, by path, of values that a rank has once for all its experts. They must be equal on all ranks."""
+"""Digests, by path, of values that all experts on a rank share. They must be the same on all ranks."""
 
 _PLAIN_INTEGERS = (torch.bool, torch.int32, torch.int64, torch.uint32, torch.uint64)
 _BOOKKEEPING = re.compile(
     r"ptr|stride|offset|problem|size|tokens|count|mask|map|table|idx|ind(ex|ices)|(^|_)ids?$|load"
 )
-"""Names of integers that a grouped kernel keeps per slot, such as addresses and strides. They belong to no expert."""
+"""Names of integers that a grouped kernel keeps per slot, such as addresses and strides. None belongs to an expert."""
 
 _EQUAL_BY_DESIGN = re.compile(
     r"input_(global_)?scale|act(ivation)?_scale|(^|[._])_?a(1|2|13)q?[._]|gscale|swiglu|fake"
     r"|gemm1_(alpha|beta|clamp_limit)|per_token_global_scale"
 )
-"""Paths of values that engines store once per expert although all experts share one: input scales, and constants of the
-activation. They need not move if they are equal."""
+"""Paths of values that engines store once per expert although all experts share a single one: input scales and
+activation constants. They need not move if they are equal."""
 
 _SCRATCH = re.compile(r"workspace|scratch")
 _FACTOR = re.compile(r"scale|alpha|_gs\b|gscale|zero_point")
@@ -49,15 +49,15 @@ def refuse_unmoved(
     tables: Iterable[torch.Tensor] = (),
     roots: Mapping[str, Any] | None = None,
 ) -> SharedValues:
-    """Refuse a layer if any value of an expert would stay behind when the expert moves.
+    """Refuse a layer if any of an expert's values would stay behind when the expert moves.
 
     Parameters
     ----------
     module
-        Owner of the experts. Every value that it reaches is examined, such as its quantisation method, kernels,
-        wrappers, containers, closures and submodules.
+        Module that owns the experts. Every value reachable from it is examined, including its quantisation method,
+        kernels, wrappers, containers, closures and submodules.
     moved
-        All tensors that move, of this layer or of all layers.
+        All tensors that move, in this layer or in all layers.
     slots
         S, the number of experts on this rank.
     exempt_names
@@ -66,7 +66,7 @@ def refuse_unmoved(
     tables
         Tensors that do not belong to the layer, such as the routing tables that the agent itself writes.
     roots
-        Further objects to examine, by name.
+        Additional objects to examine, by name.
 
     Returns
     -------
@@ -76,8 +76,7 @@ def refuse_unmoved(
     Raises
     ------
     UnsupportedEngineError
-        If a tensor has one element or slice per expert along any axis, does not move, and is not the same for all of
-        them.
+        If a tensor has one element or slice per expert along any axis, does not move, and differs between experts.
     """
     weights = [*_tensors(moved)]
     search = Search({"": module, **(roots or {})}, slots)
@@ -101,8 +100,8 @@ def refuse_unmoved(
 def refuse_unlike_ranks(shared_values: SharedValues, group: dist.ProcessGroup | None) -> None:
     """Reject values that are equal for all experts of a rank but differ between ranks. A collective over ``group``.
 
-    An expert that moves to another rank would be computed with that rank's value. An example is an input scale that
-    each rank derived from its first experts. Raises ``UnsupportedEngineError`` on all ranks.
+    Otherwise, an expert that moves to another rank would be computed with that rank's value, for example with an input
+    scale that the rank derived from its first experts. Raises ``UnsupportedEngineError`` on all ranks.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, shared_values, group=group)
@@ -150,7 +149,7 @@ class _Examiner:
         self._intervals = _merged(_interval(tensor) for tensor in weights)
         self._starts = {tensor.data_ptr() for tensor in weights}
         self._tables = {_storage(tensor) for tensor in tables}
-        # Lengths of axes that count experts, and lengths within one expert's slice of a moved tensor.
+        # Lengths of expert axes, and axis lengths within one expert's slice of a moved tensor.
         self._expert_counts = {slots}
         self._inner_lengths: set[int] = set()
 
@@ -171,7 +170,7 @@ class _Examiner:
         return unmoved | {group for group, members in groups.items() if self._group_stays(group, members)}
 
     def _learn_sizes(self, value: Any) -> None:
-        """Store the sizes of a moved tensor, including one with further rows behind the experts that move."""
+        """Store the sizes of a moved tensor, even if it has additional rows after the experts that move."""
         if not isinstance(value, torch.Tensor) or not value.dim() or not _has_memory(value):
             return
         rows = value.shape[0]
@@ -202,7 +201,7 @@ class _Examiner:
         if self._moves(tensor) or _SCRATCH.search(name) or self._is_bookkeeping(tensor, name):
             return False
         if tensor.dim() and tensor.shape[0] in self._expert_counts and self._moves(tensor[: self._slots]):
-            return False  # a shared expert behind the experts that move
+            return False  # a shared expert after the experts that move
         if name in self._exempt_names and not name.endswith("input_scale"):
             return False
         axes = [axis for axis, size in enumerate(tensor.shape) if size in self._expert_counts]
@@ -215,7 +214,7 @@ class _Examiner:
         return False
 
     def _is_shared(self, tensor: torch.Tensor, axes: Sequence[int], path: str) -> bool:
-        """Return True if all experts have the same values by design, and not only by chance."""
+        """Return True if all experts have the same values by design rather than by chance."""
         by_design = (
             tensor.dtype in _PLAIN_INTEGERS
             or bool(_EQUAL_BY_DESIGN.search(path))
@@ -288,7 +287,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return False for tensors without memory, such as wrappers of other tensors and tensors not yet loaded."""
+    """Return False for tensors without memory, such as wrappers around other tensors and tensors not loaded yet."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return False
     try:

@@ -1,4 +1,4 @@
-"""``eplb-agent-doctor``: check an engine's environment before it serves with the agent. This module needs no torch."""
+"""``eplb-agent-doctor``: check an engine's environment before it serves with the agent. Importable without torch."""
 
 from __future__ import annotations
 

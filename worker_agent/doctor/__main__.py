@@ -1,4 +1,4 @@
-"""``eplb-agent-doctor``: run it in an engine's environment, before the engine. The exit code is 1 if a check fails."""
+"""``eplb-agent-doctor``: run it in an engine's environment before the engine starts. Exits with 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
 from worker_agent.settings import AgentSettings, misspelt
 
 _MAX_SECONDS = 180.0
-"""Time limit for all ranks together: to start, to form a group and to make the round trip."""
+"""Time limit for all ranks to start, form a group and complete the round trip."""
 _FAILED_SECONDS = 10.0
-"""Time limit for the remaining ranks after one has failed. They may report the cause."""
+"""Time limit for the remaining ranks after one has failed, because they may report the cause."""
 _PROGRESS_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _DESCRIPTION = (
@@ -44,9 +44,9 @@ _ENGINES = (
     ("vLLM", "vllm", "VLLM_PLUGINS", "eplb_agent"),
     ("SGLang", "sglang", "SGLANG_PLUGINS", "eplb_agent"),
 )
-"""Name, package, the variable that may list the plugins to load, and the plugin's name."""
+"""Each engine's name and package, the environment variable that may list the plugins to load, and the plugin's name."""
 _REPLACED_BY = {"vllm": "vllm_ascend"}
-"""Packages that are not checked if the other one is installed, because its adapter is used instead."""
+"""Packages that are not checked if the package they map to is installed, because its adapter is used instead."""
 _SERVICE_SECONDS = 5.0
 
 
@@ -113,7 +113,7 @@ def _default_device() -> str:
 
 
 def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Iterator[Finding]:
-    """Run the ranks, and yield the failed findings of all ranks, or else all findings of one rank.
+    """Run the ranks, and yield all ranks' failed findings or, if there are none, all findings of one rank.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     device
         Kind of device.
     devices
-        Number of devices. If there are fewer than ranks, the ranks share them.
+        Number of devices. If there are fewer devices than ranks, the ranks share them.
     expert_bytes
         Size of each expert.
     """
@@ -167,7 +167,7 @@ def _start_rank(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for the ranks, print progress to stderr, and return those that have not finished in time.
+    """Wait for the ranks, print progress to stderr, and return the ranks that did not finish in time.
 
     The time limit becomes shorter once a rank has failed.
     """
@@ -189,7 +189,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
-    """Parse the findings that a rank printed. If there are none, its error output is the finding."""
+    """Parse the findings that a rank printed. If it printed none, return its error output as a failed finding."""
     try:
         entries = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
@@ -202,7 +202,7 @@ def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Check everything that needs no ranks: versions, variables, the engines' functions and the service."""
+    """Check everything that does not need ranks: versions, variables, the engines' functions and the service."""
     versions = [f"Python {platform.python_version()}"]
     for distribution in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
@@ -283,7 +283,7 @@ def _plugin(engine: str, variable: str, plugin: str) -> Iterator[Finding]:
 
 
 def _service(settings: AgentSettings) -> Finding:
-    """Connect to the service without a request, so that the service creates no deployment."""
+    """Connect to the service without sending a request, so that it does not create a deployment."""
     try:
         settings.token()
         with settings.security.open(settings.service) as channel:

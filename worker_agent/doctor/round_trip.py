@@ -1,4 +1,4 @@
-"""One rank of the doctor: move experts to other ranks and back, as under a live model but without a service."""
+"""One rank of the doctor: moves experts to other ranks and back, as in a live model but without a service."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NZ = 29
 _PERIOD = 251
 """Period of an expert's values. It is prime, so that adjacent rows of a tensor differ."""
 _BLOCK = 32
-"""Columns of an NZ block of int8. Matrices whose sides are not multiples of it would be padded."""
+"""Number of columns of an int8 NZ block. Matrices whose sides are not multiples of this number would be padded."""
 _NO_SERVICE = "127.0.0.1:9"
-"""An address without a service."""
+"""Address at which no service listens."""
 _MEET_SECONDS = 90
 
 
 class _DoctorLayer:
-    """A layer of two experts per rank whose values identify the expert, stored like an engine's quantised experts.
+    """Layer with two experts per rank, stored like an engine's quantised experts. Values identify the expert.
 
-    Each kind of weight is a list with one tensor per expert: int8 weights, on an NPU in its block format (NZ), and
-    their scales.
+    Each kind of weight is a list with one tensor per expert. The kinds are int8 weights, which are in block format (NZ)
+    on an NPU, and their scales.
     """
 
     moe_load = None
@@ -66,7 +66,7 @@ class _DoctorLayer:
         return [format_of(kind[0]) for kind in self._weights]
 
     def holds(self, experts_S: list[int]) -> bool:
-        """Return True if the values in the slots are exactly those of these experts."""
+        """Return True if the slots contain exactly the values of these experts."""
         return all(
             torch.equal(kind[slot].cpu(), value)
             for slot, expert in enumerate(experts_S)
@@ -166,7 +166,7 @@ def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
 
 
 def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes: int) -> list[Finding]:
-    """Start an agent together with the other ranks of ``group`` and make the round trip. A collective.
+    """Start the agent on all ranks of ``group`` and make the round trip (collective).
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes:
 
 
 def _select_device(name: str) -> torch.device:
-    """Make a device the current one of this process."""
+    """Make the named device the current device of this process."""
     if name.startswith("npu"):
         import torch_npu  # noqa: F401  (registers the device)
     device = torch.device(name)

@@ -29,9 +29,9 @@ DISPATCHERS: dict[str, type[All2AllVDispatcher | AllGatherDispatcher | MoGEDispa
     "allgather": AllGatherDispatcher,
     "moge": MoGEDispatcher,
 }
-"""Dispatchers by name, except MC2, whose constructor also needs a variant and a separate group."""
+"""Dispatchers by name. MC2 is missing because its constructor also needs a variant and a separate group."""
 
 DISPATCHER_NAMES = tuple(sorted([*DISPATCHERS, "mc2"]))
 
 SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
-"""Dispatchers with which all ranks see the same tokens and must use the same ``log2phy`` table."""
+"""Dispatchers that give all ranks the same tokens and require them to use the same ``log2phy`` table."""

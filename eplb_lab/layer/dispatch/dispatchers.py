@@ -30,7 +30,7 @@ class _Dispatcher:
     def _without_exchange(self, batch: ExpertBatch, reduce: WeightAndReduce) -> Callable[[], Dispatched]:
         """Return the result of a dispatch without exchanges.
 
-        Combine returns this rank's partial sums, which the preparation adds up over the ranks later.
+        Combine returns this rank's partial sums, which the preparation later adds up across ranks.
         """
 
         def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -41,7 +41,7 @@ class _Dispatcher:
 
 
 class All2AllVDispatcher(_Dispatcher):
-    """Sends each choice of the rank's own tokens to the rank of its expert, in exchanges of variable size.
+    """Sends each choice of the rank's own tokens to the rank that holds its expert, in exchanges of variable size.
 
     There are three exchanges per step: counts, token rows, and the experts' outputs. The last two can overlap with
     other work. Quantized rows are sent as int8, each followed by its scale.
@@ -63,7 +63,7 @@ class All2AllVDispatcher(_Dispatcher):
             scale_T=request.scale_T,
             quantize=request.quantizes,
         )
-        # The step's only wait for the device. The sort is queued before it.
+        # This is the step's only wait for the device. The sort is queued before it.
         sent, received = torch.stack((outgoing_RS, arriving_RS)).sum(dim=2).tolist()
         has_scales = scale_N is not None
         columns = [rows_NH] if scale_N is None else [rows_NH, scale_N.unsqueeze(1)]
@@ -92,7 +92,7 @@ class All2AllVDispatcher(_Dispatcher):
     def _combine(
         self, reduce: WeightAndReduce, row_of_arrival: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """Return the function that undoes the second sort and returns each row to its sender, which sums them."""
+        """Return the function that undoes the second sort and sends each row back to its sender, which sums rows."""
 
         def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
             if rows.shape[0]:
@@ -104,11 +104,11 @@ class All2AllVDispatcher(_Dispatcher):
 
 
 class AllGatherDispatcher(_Dispatcher):
-    """Dispatcher for ranks that have the tokens of all ranks: each computes the choices whose experts it holds.
+    """Dispatcher for ranks that have all ranks' tokens. Each rank computes the choices whose experts it holds.
 
-    It exchanges nothing. The preparation has gathered the tokens, and reduces the outputs, which are partial sums in
-    the tokens' dtype. Like the engines, each rank looks up the experts of all tokens in its own ``log2phy``. The tables
-    of all ranks must therefore be the same, or choices are lost or computed twice.
+    It does not exchange anything: the preparation gathers the tokens beforehand and reduces the outputs, which are
+    partial sums in the tokens' dtype. As in the engines, each rank looks up the experts of all tokens in its own
+    ``log2phy``. The tables of all ranks must therefore be the same, or choices are lost or computed twice.
     """
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
@@ -153,10 +153,10 @@ class AllGatherDispatcher(_Dispatcher):
 
 
 class MoGEDispatcher(_Dispatcher):
-    """Dispatcher for Pangu's mixture of grouped experts (MoGE), whose ranks have the tokens of all ranks.
+    """Dispatcher for Pangu's mixture of grouped experts (MoGE), in which every rank has all ranks' tokens.
 
     Each rank holds one group of experts, and a placement may move experts only within their rank. A token chooses K/R
-    experts of each group, so at most C = K/R of its choices are on one rank.
+    experts from each group, so at most C = K/R of its choices are on one rank.
 
     Dispatch raises ``ValueError`` if K is not a multiple of R. A token with more than C choices on a rank also raises
     ``ValueError`` if values are checked; otherwise its output is NaN.
@@ -168,7 +168,7 @@ class MoGEDispatcher(_Dispatcher):
         slots = self._slots
         physical_TK = request.physical(ranks * slots)
         self._check(physical_TK // slots, request.check_values)
-        # Sort each token's choices: first those of this rank in order of slot, then all others.
+        # Sort each token's choices: first those on this rank, in slot order, then all others.
         first = self._group.rank * slots
         local_TK = (physical_TK >= first) & (physical_TK < first + slots)
         slot_TK, order_TK = (physical_TK - first).masked_fill(~local_TK, slots).sort(dim=1)
@@ -179,7 +179,8 @@ class MoGEDispatcher(_Dispatcher):
         absent_TC = slot_TC == slots
         counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
-        # A token with more choices on this rank than its share would lose some. On every device, its output is NaN.
+        # A token with more than its share of choices on this rank would lose some, so its output is set to NaN on every
+        # device.
         excess_T1 = local_TK.sum(dim=1, keepdim=True) > share
         weights_TK = request.real_weights_TK.masked_fill(excess_T1, torch.nan)
         rows_NH, scale_N, row_of_choice = sorted_rows(
@@ -217,8 +218,8 @@ class BatchedDispatcher:
     """Wraps a dispatcher and returns its rows in the batched format ``[S, M, H]``, whose size is constant.
 
     Graphs and batched products need a size that does not depend on the routing. M is R times ``max_rank_tokens``, the
-    most rows that one slot can receive. The caller must ensure that no rank has more tokens, and that no token chooses
-    an expert twice.
+    maximum number of rows that one slot can receive. The caller must ensure that no rank has more tokens, and that no
+    token chooses an expert twice.
     """
 
     format = ActivationFormat.BATCHED

@@ -1,4 +1,4 @@
-"""Interface of the token dispatchers, and helpers that they share.
+"""Token dispatcher interface and shared helpers.
 
 A dispatcher sends token choices to the ranks of their physical experts, and later returns the experts' outputs.
 """
@@ -19,7 +19,7 @@ from worker_agent.counting import count_ids, sorted_positions
 
 @dataclass(frozen=True)
 class DispatchRequest:
-    """This rank's tokens and their choices; T may be 0."""
+    """This rank's tokens and their choices. T may be 0."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
@@ -27,25 +27,25 @@ class DispatchRequest:
 
     topk_weights_TK: torch.Tensor
     log2phy_E: torch.Tensor
-    """int32: this rank's table, the physical expert of each logical one; ``[E, D]`` for a dealing table."""
+    """int32: this rank's table, the physical expert for each logical expert; ``[E, D]`` for a dealing table."""
 
     scale_T: torch.Tensor | None = None
     """float32: scale of each token, if ``hidden_TH`` is int8."""
 
     quantized: bool = False
-    """True if the experts need int8 rows with one scale each. Dispatchers quantize before they send, if possible."""
+    """True if the experts need int8 rows with one scale each. If possible, dispatchers quantize before sending."""
 
     dealt_counts_E: torch.Tensor | None = None
-    """int64: choices of each expert that this rank has already dealt in this step; ``None`` for none."""
+    """int64: number of choices per expert that this rank has already dealt in this step; ``None`` means zero."""
 
     physical_TK: torch.Tensor | None = None
     """int32: physical expert of each choice, if the tokens were split by step; otherwise ``log2phy_E`` is used.
 
-    The value is arbitrary for a choice that is not real.
+    Values for choices that are not real are arbitrary.
     """
 
     check_values: bool = False
-    """True if a dispatcher with further requirements on the ids checks them; an accelerator waits for that."""
+    """True if dispatchers check their additional requirements on the ids, which waits for an accelerator."""
 
     @property
     def active_TK(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class DispatchRequest:
 
     @property
     def quantizes(self) -> bool:
-        """True if the dispatcher must quantize the rows, because the experts need int8 and the tokens are not."""
+        """True if the dispatcher must quantize the rows, because the experts need int8 but the tokens are not int8."""
         return self.quantized and self.scale_T is None
 
     def physical(self, padding_id: int) -> torch.Tensor:
@@ -84,9 +84,9 @@ class DispatchRequest:
         return physical_TK.masked_fill(~self.active_TK, padding_id)
 
     def after(self, before: DispatchRequest) -> DispatchRequest:
-        """Return this request as the second of a step, which continues the dealing of the request ``before``."""
+        """Return this request as the second one of a step, so that it continues dealing where ``before`` stopped."""
         experts = self.log2phy_E.shape[0]
-        # Count choices that are not real, -1, as one more expert.
+        # Count choices that are not real (-1) as an additional expert.
         ids_N = before.topk_ids_TK.reshape(-1).long() % (experts + 1)
         return replace(self, dealt_counts_E=count_ids(ids_N, experts + 1)[:-1])
 
@@ -109,7 +109,7 @@ class Dispatched:
 
     batch: ExpertBatch
     combine: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-    """Starts to return the experts' outputs, which are in the order of the batch's rows; call it once.
+    """Starts returning the experts' outputs, given in the order of the batch's rows. Call it only once.
 
     The result is a function that waits for the outputs of this rank's own tokens and returns their weighted sums,
     ``[T, H]``. It keeps no reference to the batch.
@@ -119,16 +119,16 @@ class Dispatched:
 class TokenDispatcher(Protocol):
     """Dispatcher of token choices.
 
-    Dispatch and combine are collective: every rank of the group calls them at every step, even without tokens. Both
-    return as soon as the tokens are on their way, so that the caller can do other work meanwhile. A dispatcher keeps
-    no state of a call.
+    Dispatch and combine are collective: every rank of the group calls them in every step, even without tokens. Both
+    return as soon as the tokens are in transit, so that the caller can do other work in the meantime. A dispatcher
+    keeps no state between calls.
     """
 
     format: ActivationFormat
     """Format of the rows that the dispatcher returns."""
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
-        """Start to send the choices to the ranks of their physical experts.
+        """Start sending the choices to the ranks of their physical experts.
 
         Return a function that waits for the rows of this rank's experts and returns them.
         """
@@ -147,7 +147,7 @@ def sorted_rows(
     """Repeat each token once per choice, and sort the rows by the group of the choice.
 
     Floating-point tokens are sorted by the permutation operator, which does not support int8. Tokens that are already
-    int8 are sorted by the routing operator. Without choices, no operator is called.
+    int8 are sorted by the routing operator. If there are no choices, no operator is called.
 
     Parameters
     ----------
@@ -201,16 +201,16 @@ def sorted_rows(
 
 @dataclass(frozen=True)
 class WeightAndReduce:
-    """Last step of combine: it multiplies each choice's row by its weight and sums the rows by token."""
+    """Last step of combine, which multiplies each choice's row by its weight and sums the rows of each token."""
 
     row_of_choice: torch.Tensor
-    """int32 ``[T*K]``: row of each choice, arbitrary for a choice without a row."""
+    """int32 ``[T*K]``: row of each choice; arbitrary for choices without a row."""
 
     weights_TK: torch.Tensor
     absent_TK: torch.Tensor | None = None
     """bool: choices without a row.
 
-    ``None`` if ``row_of_choice`` is a permutation of all choices. Choices without a row then come last, and rows of
+    ``None`` if ``row_of_choice`` is a permutation of all choices. Choices without a row are then last, and rows of
     zeros are appended for them.
     """
 
@@ -223,8 +223,8 @@ class WeightAndReduce:
             rows_NH = pad(rows_NH, (0, 0, 0, self.weights_TK.numel() - rows_NH.shape[0]))
             weights_TK = self.weights_TK.to(rows_NH.dtype)
             return operators.npu_moe_token_unpermute(rows_NH, self.row_of_choice, weights_TK)
-        # Replace an absent row by another row of the same token, with weight zero. A row of another token might hold
-        # NaN, which would spread to this token even with weight zero.
+        # Replace an absent row with another row of the same token, with weight zero. A different token's row might
+        # contain NaN, which would propagate to this token even with weight zero.
         row_TK = self.row_of_choice.view_as(self.weights_TK)
         present_T1 = row_TK.gather(1, (~self.absent_TK).int().argmax(dim=1, keepdim=True))
         no_rows_T1 = self.absent_TK.all(dim=1, keepdim=True)
@@ -246,7 +246,7 @@ def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, dealt_counts_E: torch.Te
     ids_N
         Expert of each choice, or -1 for a choice that is not real.
     dealt_counts_E
-        Choices of each expert that were dealt earlier in the step.
+        Number of choices per expert that were dealt earlier in the step.
 
     Returns
     -------
@@ -257,7 +257,7 @@ def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, dealt_counts_E: torch.Te
     expert_N = ids_N.long().clamp(min=0)
     if width == 1:
         return table_ED.view(-1).index_select(0, expert_N)
-    # Count choices that are not real, -1, as one more expert.
+    # Count choices that are not real (-1) as an additional expert.
     bucket_N = ids_N.long() % (experts + 1)
     counts_E = count_ids(bucket_N, experts + 1)
     # Number of earlier choices of the same expert.

@@ -1,4 +1,4 @@
-"""MC2: dispatch and combine with one fused communication operator each, in the variant for the machine."""
+"""MC2 dispatcher: dispatch and combine use one fused communication operator each, in the machine's variant."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class MC2Variant:
     """True for Atlas A3, whose operators require a tensor-parallel group and support a mask of the real choices."""
 
     hierarchical: bool = False
-    """True if nodes communicate in two levels, which A2 supports. Weights then travel with the tokens."""
+    """True if nodes communicate in two levels, which A2 supports. Weights are then sent with the tokens."""
 
     buffer_megabytes: int | None = None
-    """Size of the communication domain's buffers in MB. If it is set, CANN's limits are enforced (``MC2Limits``).
+    """Size of the communication domain's buffers in MB. If set, CANN's limits are enforced (``MC2Limits``).
 
     On an NPU it defaults to HCCL_BUFFSIZE. Other devices have no limits by default.
     """
@@ -69,7 +69,7 @@ class MC2Variant:
         return replace(self, buffer_megabytes=int(megabytes))
 
     def width(self, hidden: int) -> int:
-        """Return the number of columns that tokens are sent with; on A2, H is rounded up to a multiple of 32."""
+        """Return the number of columns per sent token: H, which on A2 is rounded up to a multiple of 32."""
         return hidden if self.a3 else _aligned(hidden, 32)
 
 
@@ -82,7 +82,7 @@ class MC2Limits:
 
     layer: int
     hidden: int
-    """H, the number of columns that tokens are sent with, 2 bytes each."""
+    """H, the number of columns per sent token, 2 bytes each."""
 
     ranks: int
     slots: int
@@ -136,7 +136,7 @@ class MC2Limits:
         return 2 * (tokens * self.ranks * min(self.slots, choices) * row + 2 * _MEGABYTE)
 
     def check_step(self, tokens: int, choices: int) -> None:
-        """Raise ``ValueError`` if a step has too many tokens or choices, or needs larger buffers than configured."""
+        """Raise ``ValueError`` if a step has too many tokens or choices, or its buffers exceed the configured size."""
         max_tokens = 512 if self.variant.a3 else 256
         if tokens > max_tokens:
             self._reject(f"takes at most {max_tokens} tokens per rank, including padding, got {tokens}")
@@ -162,8 +162,8 @@ class MC2Dispatcher:
     """Dispatcher that calls the fused operators.
 
     Every rank must pass the same number of tokens, at least one; ``MC2Preparation`` pads them. The operators quantize
-    rows before they send them, and weight the outputs. Row counts are cumulative. Choices that are not real are masked
-    if the variant supports a mask. Otherwise they are computed as padding, which the heat leaves out.
+    rows before sending them, and apply the weights to the outputs. Row counts are cumulative. Choices that are not real
+    are masked if the variant supports a mask. Otherwise they are computed as padding, which is excluded from the heat.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class MC2Dispatcher:
         else:
             physical_TK = _spread_padding(physical_TK, request.active_TK, group.rank * self._slots, experts)
             padding_S = _arriving_padding(group, physical_TK, request.active_TK, experts)
-            # Experts compute the padding as well, which may hold NaN.
+            # Experts also compute the padding, which may contain NaN.
             hidden_TH = hidden_TH.masked_fill(~request.active_TK.any(dim=1, keepdim=True), 0.0)
         results = self._operators.npu_moe_distribute_dispatch_v2(
             hidden_TH,
@@ -253,7 +253,7 @@ def _spread_padding(
 ) -> torch.Tensor:
     """Assign the choices that are not real to experts that their token has not chosen.
 
-    A token's choices are then distinct, which the operators require and the size of their buffers assumes.
+    A token's choices are then distinct, as the operators require and as their buffer sizes assume.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ def _spread_padding(
 def _arriving_padding(
     group: RankGroup, physical_TK: torch.Tensor, active_TK: torch.Tensor, experts: int
 ) -> torch.Tensor:
-    """Return the number of padding rows that each local slot will receive, int64 ``[S]``; one small exchange."""
-    # Count real choices as one more expert.
+    """Exchange and return the number of padding rows that each local slot will receive, int64 ``[S]``."""
+    # Count real choices as an additional expert.
     padding_P = count_ids(physical_TK.masked_fill(active_TK, experts), experts + 1)[:-1]
     return group.exchange(padding_P.view(group.size, -1)).sum(dim=0)

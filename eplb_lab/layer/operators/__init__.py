@@ -24,7 +24,7 @@ __all__ = [
 class Operators:
     """The operators that layers call, implemented in plain torch.
 
-    They have only those parameters of their torch_npu twins that the layers use.
+    They accept only those parameters of their torch_npu counterparts that the layers use.
     """
 
     npu_moe_token_permute = staticmethod(local.npu_moe_token_permute)

@@ -1,4 +1,4 @@
-"""Integer codes of torch_npu's operators, and a counter of ids."""
+"""Integer codes used by torch_npu's operators, and a function that counts ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class GroupListType(IntEnum):
-    """Encoding of a group list ``[groups]``, which holds the number of rows of each group."""
+    """Encoding of a group list ``[groups]``, which gives the number of rows in each group."""
 
     CUMULATIVE = 0
     COUNTS = 1

@@ -10,7 +10,7 @@ from eplb_lab.layer.rank_group import RankGroup, pack_rows, unpack_rows
 from worker_agent.counting import count_ids
 
 _ASSIST_WIDTH = 128
-"""Number of int32 values of assist info per row. Only two are used: the source rank, and the choice's index there."""
+"""Number of int32 assist-info values per row. Only two are used: the source rank and the choice's index on it."""
 
 
 def npu_moe_distribute_dispatch_v2(
@@ -32,7 +32,7 @@ def npu_moe_distribute_dispatch_v2(
     global_bs: int = 0,
     expert_token_nums_type: int = 1,
 ) -> tuple[torch.Tensor, ...]:
-    """Send each token to the ranks of the experts that it chose; collective.
+    """Send each token to the ranks of the experts that it chose (collective).
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def npu_moe_distribute_dispatch_v2(
     group_tp
         Name of the tensor-parallel group. An A3 requires it even for a group of one rank.
     global_bs
-        Largest T of all ranks times the number of ranks, or 0 if all ranks have the same T.
+        Largest T on any rank times the number of ranks, or 0 if all ranks have the same T.
     expert_token_nums_type
         ``GroupListType`` of the token counts that are returned.
 
@@ -143,7 +143,7 @@ def npu_moe_distribute_combine_v2(
     shared_expert_rank_num: int = 0,
     global_bs: int = 0,
 ) -> torch.Tensor:
-    """Return the rows to their source ranks and sum them by token, weighted; collective.
+    """Return the rows to their source ranks, and sum each token's rows with their weights (collective).
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _regrouped(counts_XY: torch.Tensor) -> torch.Tensor:
 def _exchanged(
     group: RankGroup, columns: list[torch.Tensor], sent_R: torch.Tensor, received_R: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Send the columns' rows, in order of rank, and return those received."""
+    """Send the columns' rows, in rank order, and return the received rows."""
     packed_NB = group.all_to_all(pack_rows(columns), sent_R.tolist(), received_R.tolist())
     return unpack_rows(packed_NB, columns)
 
@@ -255,7 +255,7 @@ def _require_no_shared_ranks(expert_shard_type: int, shared_expert_rank_num: int
 
 
 def _group(name: str, size: int, rank: int) -> RankGroup:
-    """Return the group with this name. Raises ``ValueError`` if it has another size, or this rank another number."""
+    """Return the group with this name. Raises ``ValueError`` if its size or this rank's number differs."""
     group = RankGroup.named(name)
     require(
         (group.size, group.rank) == (size, rank),

@@ -11,7 +11,7 @@ from torch.nn import functional
 from eplb_lab.layer.operators.codes import GroupListType, QuantMode
 
 _EXACT_COLUMNS = 2**24 // 128**2
-"""Number of int8 products whose sum float32 represents exactly."""
+"""Maximum number of int8 products whose sum float32 can represent exactly."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -102,8 +102,8 @@ def npu_grouped_matmul(
 def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
     """Return the exact product of int8 matrices as float64, like hardware that accumulates in int32.
 
-    Blocks of ``_EXACT_COLUMNS`` columns are multiplied in float32, which is exact for that size and cheaper to convert
-    to than float64.
+    Blocks of ``_EXACT_COLUMNS`` columns are multiplied in float32, which is exact at that size, and converting to
+    float32 is cheaper than converting to float64.
     """
     blocks = zip(rows_NK.split(_EXACT_COLUMNS, 1), matrix_KM.split(_EXACT_COLUMNS), strict=True)
     products = [(rows.float() @ matrix.float()).double() for rows, matrix in blocks]
@@ -204,7 +204,7 @@ def npu_moe_token_permute(
 def npu_moe_token_unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Undo ``npu_moe_token_permute`` and sum the rows of each token's choices, weighted.
+    """Undo ``npu_moe_token_permute``, and sum the rows of each token's choices with their weights.
 
     Parameters
     ----------

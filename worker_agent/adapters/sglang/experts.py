@@ -1,4 +1,4 @@
-"""Expert computation of one MoE layer of SGLang, without router, collectives or other ranks' tokens."""
+"""Expert computation of one SGLang MoE layer, without its router, collectives or other ranks' tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SEED = 20_240
 def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | None:
     """Return the expert computation of a layer.
 
-    It calls the ``apply`` method of the quantisation method on the output of the standard dispatcher: tokens and their
-    local slots. Other dispatchers pass tokens in formats that differ from it.
+    The computation calls the quantisation method's ``apply`` with tokens and their local slots, in the standard
+    dispatcher's output format. Other dispatchers use different formats, which the computation cannot use.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
     Returns
     -------
     Compute or None
-        ``None`` if the experts cannot run without the rest of the layer.
+        ``None`` if the experts cannot be run in isolation.
     """
     apply = getattr(getattr(experts, "quant_method", None), "apply", None)
     hidden = getattr(experts, "hidden_size", None)

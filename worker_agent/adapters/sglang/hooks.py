@@ -23,7 +23,7 @@ _Call: TypeAlias = Callable[..., Any]
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Check the installed SGLang as ``compat.require`` does."""
+    """Check the installed SGLang with ``compat.require``."""
     from sglang.version import __version__
 
     return require("SGLang", __version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
@@ -32,7 +32,7 @@ def check_release(allow_unverified: bool) -> str | None:
 def install() -> None:
     """Register the hooks. SGLang applies them after it has called all plugins.
 
-    Raises ``UnsupportedEngineError`` as ``check_release`` does.
+    Raises ``UnsupportedEngineError`` if ``check_release`` does.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def _host_of(runner: Any) -> SglangHost | None:
-    """Return the host of a runner's model; ``None`` for draft models, and if EPLB is off."""
+    """Return the host of a runner's model, or ``None`` for draft models and if EPLB is off."""
     manager = getattr(runner, "eplb_manager", None)
     return manager if isinstance(manager, SglangHost) else None
 
@@ -58,7 +58,7 @@ def _make_host(original: _Call, runner: Any) -> None:
     if not get_exec().moe.enable_eplb or runner.is_draft_worker:
         original(runner)
         return
-    # SGLang only logs a hook that it cannot apply.
+    # If SGLang cannot apply a hook, it only logs the failure.
     if missing := {*AROUND, *AFTER} - HookRegistry._patched:
         raise UnsupportedEngineError(
             f"SGLang did not apply the hooks on {', '.join(sorted(missing))}",
@@ -71,7 +71,7 @@ def _make_host(original: _Call, runner: Any) -> None:
 
 
 def _start_host(_: Any, runner: Any) -> None:
-    """Start the host after ``initialize``, when the model is loaded and the KV cache is not allocated yet."""
+    """Start the host after ``initialize``, when the model is loaded but the KV cache is not allocated yet."""
     host = _host_of(runner)
     if host is None:
         return
@@ -92,7 +92,7 @@ def _start_host(_: Any, runner: Any) -> None:
 
 
 def _count_pass(_: Any, runner: Any, *__: Any, **___: Any) -> None:
-    """Count the pass after ``_forward_raw``, which has queued the model on the stream of ``forward``."""
+    """Count the pass after ``_forward_raw``, which has queued the model on the same stream as ``forward``."""
     host = _host_of(runner)
     if host is not None:
         host.count_pass()
@@ -106,7 +106,7 @@ def _step_host(_: Any, runner: Any, forward_batch: Any, *__: Any, **___: Any) ->
 
 
 def _load_weights(original: _Call, updater: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Drain the agent around a call that loads weights."""
+    """Drain the agent before a call that loads weights, and resume afterwards."""
     host = _host_loading(updater)
     if host is None:
         return original(updater, *arguments, **keywords)
@@ -115,14 +115,14 @@ def _load_weights(original: _Call, updater: Any, *arguments: Any, **keywords: An
 
 
 def _host_loading(updater: Any) -> SglangHost | None:
-    """Return the host whose weights an updater loads."""
+    """Return the host of the model whose weights an updater loads."""
     return _host_of(updater.get_model_runner())
 
 
 _DRAIN = methodcaller("drain", "SGLang loads weights")
 _RESUME = methodcaller("resume")
 _begin_weight_update = make_hook(_host_loading, before=_DRAIN, failed=_RESUME)
-"""Hook on the call that starts a session of weight updates."""
+"""Hook on the call that starts a weight-update session."""
 _end_weight_update = make_hook(_host_loading, after=_RESUME, failed=_RESUME)
 """Hook on the call that ends the session."""
 
@@ -160,7 +160,7 @@ AROUND = {
     f"{_OCCUPATION}.release_memory_occupation": _release_memory,
     f"{_OCCUPATION}.resume_memory_occupation": _resume_memory,
 }
-"""Hooks that run instead of a function and call the original, by target."""
+"""Hooks that wrap a function and call the original, by target."""
 AFTER = {
     f"{_RUNNER}.initialize": _start_host,
     f"{_RUNNER}._forward_raw": _count_pass,

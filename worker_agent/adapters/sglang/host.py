@@ -1,4 +1,4 @@
-"""Host of SGLang: runs the agent of one rank instead of the EPLB manager, after every forward pass."""
+"""SGLang host: runs one rank's agent after every forward pass, in place of the EPLB manager."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NO_EXPERTS = frozenset({"correction_bias"})
 
 
 class SglangHost(EngineHost):
-    """The agent of one rank, with the methods that SGLang calls on its ``EPLBManager``.
+    """One rank's agent, with the methods that SGLang calls on its ``EPLBManager``.
 
     Parameters
     ----------
     runner
-        SGLang's ``ModelRunner`` of the target model.
+        SGLang's ``ModelRunner`` for the target model.
     options
         SGLang's options, already checked.
     """
@@ -42,18 +42,18 @@ class SglangHost(EngineHost):
         self._stream: Any = None
 
     def start(self, metadata: Any, recorder: Any, rank: int, group: dist.ProcessGroup) -> None:
-        """Start an agent on the layers of the loaded model. A collective over ``group``.
+        """Start the agent on the layers of the loaded model (collective over ``group``).
 
         Parameters
         ----------
         metadata
-            SGLang's ``ExpertLocationMetadata``; ``None`` for a model that has none.
+            SGLang's ``ExpertLocationMetadata``, or ``None`` for a model that has none.
         recorder
             SGLang's expert distribution recorder.
         rank
             This rank's number among the EP ranks.
         group
-            Process group of the EP ranks that communicates CPU tensors.
+            Process group of the EP ranks, for CPU tensors.
 
         Raises
         ------
@@ -103,8 +103,8 @@ class SglangHost(EngineHost):
         self._recorded_counts = _recorded_counts(self._recorder)
         device = self._recorded_counts.device
         self._layer_ids_L = torch.tensor(layer_ids, device=device)
-        # In DeepEP's low-latency mode, the recorder counts the tokens of this rank's slots. Otherwise it counts those
-        # of all slots: from all tokens if ranks share them, else from this rank's own tokens.
+        # In DeepEP's low-latency mode, the recorder counts tokens only for this rank's slots. Otherwise it counts them
+        # for the slots of all ranks: all tokens if ranks share them, else only this rank's own tokens.
         all_slots = self._recorded_counts.shape[1] != initial.slots
         by_slot = shares or not all_slots
         self._local_slots = (
@@ -131,14 +131,14 @@ class SglangHost(EngineHost):
         ]
 
     def count_pass(self) -> None:
-        """Count a pass on the device, on the stream on which SGLang runs its model or replays its graph.
+        """Count a pass on the device, on the stream that SGLang uses to run its model or replay its graph.
 
-        The layers cannot count it, because a rank without tokens does not select experts.
+        The layers cannot count passes, because a rank without tokens does not select experts.
         """
         self._heat.layer_runs(0, 1)
 
     def step(self, forward_batch: Any) -> None:
-        """Record a completed forward pass, on the current stream. All ranks call it, even those without tokens.
+        """Record a completed forward pass, on the current stream. All ranks call this, even those without tokens.
 
         Raises ``UnsupportedEngineError`` in the first pass if SGLang has replaced the weight tensors since it loaded
         the model.
@@ -170,7 +170,7 @@ class SglangHost(EngineHost):
 
     @contextmanager
     def drained(self, reason: str) -> Iterator[None]:
-        """Drain the agent while the body runs, and resume afterwards unless it was drained before."""
+        """Keep the agent drained while the body runs, and resume afterwards unless it was already drained."""
         outer = self._drained
         self.drain(reason)
         try:
@@ -180,9 +180,9 @@ class SglangHost(EngineHost):
                 self.resume()
 
     def drain(self, reason: str) -> None:
-        """Finish or abort the current switch and start no other until ``resume``.
+        """Finish or abort the switch in progress, and do not start a new one until ``resume``.
 
-        A collective that all ranks call between the same two passes.
+        All ranks must call this between the same two passes.
         """
         if self._drained:
             return
@@ -210,7 +210,7 @@ class SglangHost(EngineHost):
         if self._stream is None:
             super().resume()
             return
-        # The tables are written after the engine's own operations and before the next pass.
+        # The tables must be written after the engine's own operations and before the next pass.
         module = torch.get_device_module(self._runner.device)
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
@@ -255,7 +255,7 @@ def _phase(mode: Any) -> StepPhase:
 
 
 def _recorded_counts(recorder: Any) -> torch.Tensor:
-    """Return the recorder's counts of a pass on the device, int32 by layer of the model and physical expert."""
+    """Return the recorder's device tensor of one pass's counts, int32, by model layer and physical expert."""
     gatherer = recorder._single_pass_gatherers["primary"]
     counts: torch.Tensor | None = getattr(gatherer, "_data", None)
     if counts is None:
@@ -280,23 +280,23 @@ def _refuse_routing_kernels(model: Any) -> None:
 
 
 class _LocationTables:
-    """The rows of SGLang's tables that belong to balanced layers. A model's dense layers have rows as well.
+    """The rows of SGLang's tables that belong to balanced layers. Dense layers have rows in the tables as well.
 
-    Static dispatch reads ``logical_to_rank_dispatch_physical_map``, one replica per expert. Dynamic dispatch uses the
-    first ``logical_to_all_physical_map_num_valid`` columns of ``logical_to_all_physical_map`` in turn, and the agent
-    uses these columns as a dealing table. The tables on the host always list all replicas, because SGLang loads weights
-    with them.
+    Static dispatch reads ``logical_to_rank_dispatch_physical_map``, which lists one replica per expert. Dynamic
+    dispatch uses the first ``logical_to_all_physical_map_num_valid`` columns of ``logical_to_all_physical_map`` in
+    turn, and the agent uses these columns as a dealing table. The tables on the host always list all replicas, because
+    SGLang uses them to load weights.
 
     Parameters
     ----------
     metadata
         SGLang's ``ExpertLocationMetadata``.
     layer_ids
-        Row of each balanced layer.
+        Table row of each balanced layer.
     entries
         D, the number of entries per expert.
     source_rank
-        Rank whose tables are written first. If ranks share tokens, this is the first of them.
+        Rank whose tables are written initially: rank 0 if ranks share tokens, else this rank.
     """
 
     def __init__(self, metadata: Any, layer_ids: list[int], entries: int, source_rank: int) -> None:
@@ -308,7 +308,7 @@ class _LocationTables:
         phy2log_LP = metadata.physical_to_logical_map_cpu[layer_ids].numpy().astype(np.int32)
         slots = int(metadata.num_local_physical_experts)
         self.initial = Placement(phy2log_LP.reshape(len(layer_ids), -1, slots), experts)
-        # If the model runs on CPU, this is the very tensor that dynamic dispatch reads, so the agent needs a copy.
+        # If the model runs on a CPU, dynamic dispatch reads this very tensor, so replace it with a copy.
         metadata.logical_to_all_physical_map_cpu = metadata.logical_to_all_physical_map_cpu.clone()
         tables_LE = self.initial.default_log2phy(entries)[source_rank]
         for index in range(len(layer_ids)):
@@ -335,12 +335,13 @@ class _LocationTables:
     def follow(self, index: int, phy2log_RS: Int32, log2phy_E: Int32) -> None:
         """Update SGLang's view of the placement after a layer has switched. The agent itself writes the dispatch table.
 
-        SGLang reads one period of each row of a dealing table, so that its entries get equal shares of the tokens.
+        SGLang is set to read one period of each dealing-table row, so that the entries receive equal shares of the
+        tokens.
 
         Parameters
         ----------
         index
-            Number of the layer among the balanced ones.
+            Index of the layer among the balanced layers.
         phy2log_RS
             int32 ``[R, S]``, new placement.
         log2phy_E
@@ -397,9 +398,9 @@ def _replicas(phy2log_RS: Int32, experts: int) -> tuple[torch.Tensor, torch.Tens
 def _expert_weights(tensors: Iterable[torch.Tensor], slots: int, layer: int) -> list[torch.Tensor]:
     """Return the tensors of one layer that SGLang's own EPLB would move.
 
-    Each is a contiguous view ``[S, ...]`` of the same memory, because kernels may keep tensors transposed, for example
-    scales by column. Raises ``UnsupportedEngineError`` if a tensor has gaps between its elements, or if its first axis
-    does not count slots.
+    Each is returned as a contiguous view ``[S, ...]`` of the same memory, because kernels may store tensors transposed,
+    for example scales in column order. Raises ``UnsupportedEngineError`` if a tensor has gaps between its elements, or
+    if its first axis is not the slot axis.
     """
     views = [_by_slot(tensor, slots) for tensor in tensors]
     if not views or any(view is None for view in views):

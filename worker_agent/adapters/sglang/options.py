@@ -1,4 +1,4 @@
-"""SGLang's options that affect balancing, and the refusal of values that do not work with the agent."""
+"""SGLang options that affect balancing, and a check that refuses values incompatible with the agent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worker_agent.adapters.compat import refuse
 
 _TESTED_BACKENDS = ("none", "deepep")
 _MAX_ENTRIES = 16
-"""Largest number of table entries per expert under dynamic dispatch, which is the service's default."""
+"""Maximum number of table entries per expert under dynamic dispatch, equal to the service's default."""
 
 MANAGER_DEFAULTS = {
     "eplb_algorithm": "auto",
@@ -33,7 +33,8 @@ class SglangOptions:
     shares_tokens: bool
     """True if all ranks route the same tokens and therefore need the same table.
 
-    This is usual without an all-to-all, unless each rank routes its own tokens before they are gathered.
+    This is usually the case without an all-to-all backend, unless each rank routes its own tokens before they are
+    gathered.
     """
 
     recorder: str | None
@@ -52,10 +53,11 @@ class SglangOptions:
     """Product of the context-parallel sizes of prefill and decode."""
 
     replicas: int = 1
-    """``dp_size``: models in one server, each with its own experts. Attention data parallelism does not count."""
+    """``dp_size``: number of models in one server, each with its own experts. Attention data parallelism is not
+    included."""
 
     unsupported: tuple[tuple[str, str], ...] = ()
-    """Active options that the agent does not support, as the user writes them, each with the reason."""
+    """Active options that the agent does not support, as the user spells them, each with the reason."""
 
     @classmethod
     def of_this_process(cls) -> SglangOptions:
@@ -84,7 +86,7 @@ class SglangOptions:
         Parameters
         ----------
         physical_experts
-            Number of slots on all ranks. SGLang's tables have no room for more entries.
+            Number of slots on all ranks, which is also the maximum number of entries that fit in SGLang's tables.
         """
         if self.dispatch == "static":
             return 1
@@ -154,7 +156,7 @@ class SglangOptions:
 
 
 def _active_unsupported() -> tuple[tuple[str, str], ...]:
-    """Return each active option that the agent does not support, and the reason."""
+    """Return each active option that the agent does not support, with the reason."""
     from sglang.srt.eplb.expert_distribution import megamoe_prefill_only_recorder_enabled
     from sglang.srt.runtime_context import get_disagg, get_exec, get_lora, get_model
 

@@ -1,4 +1,4 @@
-"""Expert computation of one MoE layer of vLLM, without router, collectives or other ranks' tokens."""
+"""Expert computation of one vLLM MoE layer, without its router, collectives or other ranks' tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SEED = 20_240
 def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | None:
     """Return the expert computation of a layer.
 
-    It calls the ``apply`` method of the quantisation method. If the kernel exchanges tokens between ranks, its exchange
-    is replaced during the call by the one that vLLM uses on a single rank. Kernels for batched tokens have no such
-    replacement.
+    The computation calls the quantisation method's ``apply``. If the kernel exchanges tokens between ranks, its
+    exchange is replaced during the call with the one that vLLM uses on a single rank. Kernels for batched tokens have
+    no such replacement.
 
     Parameters
     ----------
     experts
-        Owner of the layer's weights.
+        Module that owns the layer's weights.
     slots
         S, the number of local slots.
     device
@@ -36,7 +36,7 @@ def local_experts(experts: Any, slots: int, device: torch.device) -> Compute | N
     Returns
     -------
     Compute or None
-        ``None`` if the experts cannot run without the rest of the layer.
+        ``None`` if the experts cannot be run in isolation.
     """
     method = getattr(experts, "quant_method", None)
     apply = getattr(method, "apply", None)
@@ -82,7 +82,7 @@ def _caller(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _without_exchange(kernel: Any) -> Iterator[None]:
-    """Make ``kernel`` compute its local tokens instead of exchanging tokens with other ranks."""
+    """Make ``kernel`` compute only its local tokens instead of exchanging tokens with other ranks."""
     exchange = getattr(kernel, "prepare_finalize", None)
     if exchange is None or type(exchange).__name__ == _LOCAL_CLASS:
         yield

@@ -1,4 +1,4 @@
-"""Patches of vLLM: they replace its balancer with the agent, and wrap calls that change weights."""
+"""Patches for vLLM that replace its balancer with the agent and wrap calls that change weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker_agent.settings import AgentSettings
 KNOWN = read_known("worker_agent.adapters.vllm")
 """Functions that the adapter patches or relies on, by release.
 
-Release 0.33 has no build for CPUs, so its functions were only read, not run.
+Release 0.33 has no build for CPUs, so its functions were only reviewed, not run.
 """
 
 
@@ -34,12 +34,12 @@ _AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
     },
     "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _RESUME_AFTER_FAILURE},
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
-    # These three calls form a session of updates. It ends with the last call, or with any call that fails.
+    # These three calls form an update session, which ends with the last call or with any call that fails.
     "start_weight_update": {"before": _RESTORE, "failed": _RESUME},
     "update_weights": {"failed": _RESUME},
     "finish_weight_update": {"after": _RESUME, "failed": _RESUME},
 }
-"""Host methods to call around the worker's methods that warm up the model or change its weights."""
+"""Host methods to call around worker methods that warm up the model or change its weights."""
 PATCHES: Patches = {
     f"{_STATE}.add_model": 3,
     f"{_STATE}.step": None,
@@ -53,7 +53,7 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:
-    """Check the installed vLLM as ``compat.require`` does."""
+    """Check the installed vLLM with ``compat.require``."""
     import vllm
 
     return require("vLLM", vllm.__version__, KNOWN, PATCHES, allow_unverified=allow_unverified)
@@ -62,7 +62,7 @@ def check_release(allow_unverified: bool) -> str | None:
 def install() -> None:
     """Replace vLLM's balancer with the agent.
 
-    Raises ``UnsupportedEngineError`` as ``check_release`` does, before anything is patched.
+    Raises ``UnsupportedEngineError`` if ``check_release`` does, before anything is patched.
     """
     if differences := check_release(AgentSettings().allow_unverified_engine):
         log.warning("%s", differences)
@@ -73,9 +73,9 @@ def install() -> None:
 
 
 def _count_passes() -> None:
-    """Count passes where routers map choices to physical experts.
+    """Count passes at the point where routers map choices to physical experts.
 
-    Every layer does this inside vLLM's opaque operator, so that graphs capture the counting.
+    Every layer maps its choices inside vLLM's opaque operator, so graphs also capture the counting.
     """
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -134,7 +134,7 @@ def _replace_balancer() -> None:
 
 
 def _watch_loading() -> None:
-    """Patch ``load_model``: refuse settings before it, and log afterwards if the model is not balanced."""
+    """Patch ``load_model`` to refuse settings before it runs, and to log afterwards if the model is not balanced."""
     from vllm.v1.worker.gpu_worker import Worker
 
     load_model = Worker.load_model
@@ -170,7 +170,7 @@ def _hook_worker() -> None:
 
     for name, calls in _AROUND.items():
         setattr(Worker, name, _hooked(getattr(Worker, name), make_hook(_host_of, **calls)))
-    # The worker calls both model runners through this method, but not for dummy runs.
+    # The worker calls both model runners through this method, except for dummy runs.
     Worker.execute_model = noting_batches(Worker.execute_model, _host_of)
     Worker.sleep = _hooked(Worker.sleep, _keep_tables)
     Worker.wake_up = _hooked(Worker.wake_up, _wake_up)
@@ -188,7 +188,7 @@ def _keep_tables(sleep: Callable[..., Any], worker: Any, *arguments: Any, **keyw
 
 
 def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Write all tables again and resume balancing after a ``wake_up`` that restores their memory."""
+    """Rewrite all tables and resume balancing after a ``wake_up`` that restores their memory."""
     result = wake_up(worker, *arguments, **keywords)
     tags = keywords.get("tags", arguments[0] if arguments else None)
     host = _host_of(worker)
@@ -201,7 +201,7 @@ def _wake_up(wake_up: Callable[..., Any], worker: Any, *arguments: Any, **keywor
 
 
 def _hooked(call: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that runs ``hook`` with the original method as first argument."""
+    """Return a method that runs ``hook`` with the original method as its first argument."""
 
     @wraps(call)
     def hooked_call(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Host of vLLM: runs the agent of one rank on a model's EPLB state, after every forward pass."""
+"""vLLM host: runs one rank's agent on a model's EPLB state after every forward pass."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _NO_EXPERTS = frozenset(
         "expert_local_to_global",
     }
 )
-"""Tensors that vLLM's balancer does not move, on purpose: scales shared by all experts, tensors of the router, and maps
-of physical experts."""
+"""Tensors that vLLM's balancer deliberately does not move: scales shared by all experts, router tensors, and maps of
+physical experts."""
 
 
 _MAX_ENTRIES = 16
-"""Largest number of table entries per expert on ranks that share tokens. Further replicas get no tokens."""
+"""Maximum number of table entries per expert on ranks that share tokens. Additional replicas receive no tokens."""
 _PROBED_ROWS = 64
 
 _ALL_ROWS = 1 << 24
-"""A number of tokens that exceeds any pass. Multiplied by the choices per token, it still fits the 32-bit integers of
+"""A number of tokens that no pass reaches. Multiplied by the choices per token, it still fits in the 32-bit integers of
 vLLM's kernel."""
 
 
 class VllmHost(EngineHost):
-    """The agent of one rank, on one model's EPLB state.
+    """One rank's agent, operating on one model's EPLB state.
 
     A layer's ``log2phy`` is a view of vLLM's ``logical_to_physical_map``. If each rank has its own tokens, the view is
-    the first column. vLLM's replica count is then one for every expert, so the router sends every choice there. If
-    ranks share tokens, the view has as many columns as an expert may have replicas. The router then picks a column by a
-    hash of the token's row, the same on all these ranks. vLLM does not count tokens per slot; the service derives these
-    counts from every rank's choices.
+    the first column, and vLLM's replica count is set to one for every expert so that the router always reads that
+    column. If ranks share tokens, the view has as many columns as an expert may have replicas. The router then selects
+    a column by hashing the token's row, so all of these ranks select the same one. vLLM does not count tokens per slot;
+    the service derives these counts from all ranks' choices.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class VllmHost(EngineHost):
     parallel_config
         vLLM's ``ParallelConfig``.
     group
-        vLLM's coordinator of the EP group.
+        vLLM's coordinator for the EP group.
     """
 
     def __init__(self, model_state: Any, parallel_config: Any, group: Any) -> None:
@@ -82,7 +82,7 @@ class VllmHost(EngineHost):
         self._start_on_layers(group)
 
     def _start_on_layers(self, group: Any) -> None:
-        """Check the layers, write vLLM's tables and start the agent. A collective over the EP group."""
+        """Check the layers, write vLLM's tables and start the agent (collective over the EP group)."""
         model = self._model
         layers = model.model.moe_layers
         # In 0.23, the layer itself owns the experts.
@@ -110,7 +110,7 @@ class VllmHost(EngineHost):
         Parameters
         ----------
         owners
-            Owner of the experts of each layer.
+            Module that owns each layer's experts.
         slots
             S, the number of experts on this rank.
 
@@ -130,11 +130,11 @@ class VllmHost(EngineHost):
         return shared_values
 
     def _count_all_gathered(self) -> bool:
-        """Make the routers count every token that the naive dispatcher has gathered; return False if they cannot.
+        """Make the routers count all tokens that the naive dispatcher gathers. Return False if they cannot.
 
-        Since 0.25, vLLM counts only as many rows as this rank has real tokens. Rank 0's tokens come first among the
-        gathered ones, so no rank would count those of the other ranks. This method makes rank 0 count all rows,
-        including the padding of a graph.
+        Since 0.25, vLLM counts only as many rows as this rank has real tokens. Rank 0's tokens come first in the
+        gathered batch, so the other ranks' tokens would never be counted. This method makes rank 0 count all rows,
+        including graph padding.
         """
         if not hasattr(self._model, "num_unpadded_tokens_tensors"):
             return True  # 0.23 and 0.24 count all rows
@@ -157,11 +157,11 @@ class VllmHost(EngineHost):
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def set_warming_up(self, warms_up: bool) -> None:
-        """Start or stop counting steps as dummy steps, as during the engine's warm-up."""
+        """Start or stop recording steps as dummy steps, which is done during the engine's warm-up."""
         self._warms_up = warms_up
 
     def _max_replicas(self) -> int:
-        """Return the largest replica count of an expert, limited by ``_MAX_ENTRIES`` and the width of vLLM's table."""
+        """Return the maximum replica count per expert, capped at ``_MAX_ENTRIES`` and at the width of vLLM's table."""
         redundant = self._initial.ranks * self._initial.slots - self._initial.experts
         return min(redundant + 1, _MAX_ENTRIES, int(self._model.logical_to_physical_map.shape[2]))
 
@@ -192,15 +192,16 @@ class VllmHost(EngineHost):
         return table_ED if self._entries > 1 else table_ED[:, 0]
 
     def _write_counts(self, table_LED: Int32, layers: slice = slice(None)) -> None:
-        """Make the router hash over one period of each expert's row, so that entries get equal shares of the tokens."""
+        """Make the router hash over one period of each expert's row, so that entries receive equal shares of tokens."""
         period_LE = torch.from_numpy(np.stack([entry_periods(table_ED) for table_ED in table_LED]))
         count_LE = self._model.logical_replica_count[layers]
         count_LE.copy_(on_host(period_LE, count_LE.device), non_blocking=True)
 
     def _check_choices(self, group: dist.ProcessGroup) -> None:
-        """Reject routers that pick different replicas for the same tokens on two ranks. A collective over ``group``.
+        """Reject routers whose choice of replicas for the same tokens differs by rank (collective over ``group``).
 
-        Each rank routes the same batch, with all experts, twice. A router that picks at random gives two results.
+        Every rank routes the same batch, which covers all experts, twice. A router that picks at random gives different
+        results.
         """
         model = self._model
         router = self._model.model.moe_layers[0].router
@@ -211,7 +212,7 @@ class VllmHost(EngineHost):
         columns = []
         for _ in range(2):
             chosen_TK = router._apply_eplb_mapping(rows_TK.to(torch.int32).to(device)).cpu()
-            # Token groups have different tables, so only positions in a row can be compared across ranks.
+            # Tables differ between token groups, so ranks can only compare positions within a table row.
             columns.append((table_ED[rows_TK] == chosen_TK[..., None]).int().argmax(dim=-1).tolist())
         model.expert_load_pass.zero_()
         gathered: list[Any] = [None] * self._ranks
@@ -230,8 +231,8 @@ class VllmHost(EngineHost):
     def confirm_dispatch(self) -> None:
         """Check, after the model has run, that its layers still dispatch as they did when the agent started.
 
-        Raises ``UnsupportedEngineError`` if vLLM has chosen other kernels since. Release 0.23 does so for quantisation
-        methods of its older kind.
+        Raises ``UnsupportedEngineError`` if vLLM has chosen other kernels since. Release 0.23 does so for its older
+        style of quantisation methods.
         """
         if self._token_group() != self._tokens:
             raise UnsupportedEngineError(
@@ -243,8 +244,8 @@ class VllmHost(EngineHost):
     def step(self, is_dummy: bool) -> None:
         """Record a completed forward pass.
 
-        vLLM calls it on the thread and stream on which it queues its passes. Operations queued here therefore run after
-        this pass and before the next one.
+        vLLM calls this on the thread and stream that it uses to queue passes. Operations queued here therefore run
+        after this pass and before the next one.
 
         Parameters
         ----------
@@ -270,7 +271,7 @@ class VllmHost(EngineHost):
             self._write_counts(table_LED, slice(layer, layer + 1))
 
     def restore(self) -> None:
-        """Move every expert to the slot into which vLLM loads it, and stay there until ``resume``. A collective."""
+        """Move every expert back to the slot that vLLM loads it into, until ``resume`` is called (collective)."""
         self._write_back()
         self.agent.restore(self._initial, "vLLM loads weights")
         self._save()
@@ -335,7 +336,7 @@ class _Dispatch(NamedTuple):
 
 
 def _dispatch_of(layer: Any) -> _Dispatch:
-    """Read how an MoE layer dispatches: from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
+    """Determine how an MoE layer dispatches, from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
     runner = getattr(layer, "runner", layer)
     if not hasattr(runner, "do_naive_dispatch_combine"):
         raise UnsupportedEngineError(
@@ -354,7 +355,7 @@ def _dispatch_of(layer: Any) -> _Dispatch:
 def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: int) -> _TokenGroup:
     """Derive this rank's token group from how vLLM's layers dispatch.
 
-    Tokens are replicated over the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
+    Tokens are replicated across the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
     parallel. The naive dispatcher gathers the tokens of all ranks before the router runs. Every rank then routes all
     tokens and needs the same table.
 

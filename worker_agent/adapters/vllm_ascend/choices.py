@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 MAX_BUFFERED = 1 << 15
-"""Largest number of a layer's choices to buffer.
+"""Maximum number of choices to buffer per layer.
 
-Larger steps are counted without buffering: they take long anyway, and their buffer would need megabytes.
+Larger steps are counted without buffering, because they take long anyway and would need megabytes of buffer.
 """
 
 
@@ -15,8 +15,8 @@ class ChoiceCounter:
     """Counts the experts that a rank's tokens choose, in a pass that a graph may capture.
 
     Each layer copies its choices into a row of one buffer. One operator adds the rows of consecutive layers to the
-    counts, after the last layer or if the sequence breaks off. Memory is never freed, so a captured graph can always
-    write to it, and the counts never move, so the agent reads what a graph writes.
+    counts, after the last layer or when the sequence is interrupted. Buffers are never freed, so a captured graph can
+    always write to them. The counts keep their address, so the agent reads the tensor that graphs write to.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class ChoiceCounter:
         self._outgrown: list[torch.Tensor] = []
         """Buffers replaced by larger ones. They are kept because captured graphs still write to them."""
         self._first = self._next = 0
-        """First buffered layer that is not counted yet, and the layer after the last such one."""
+        """First buffered layer that has not been counted yet, and the layer after the last such layer."""
         self._kind: tuple[object, ...] = ()
         """Shape of the buffered choices, and identity of their token mask."""
         self._weights_1C = self._ones_1C
@@ -61,7 +61,7 @@ class ChoiceCounter:
         Parameters
         ----------
         layer
-            Number of the layer, from 0.
+            Index of the layer, starting at 0.
         ids_TK
             ``[T, K]``, logical experts that each token chose.
         active_T
@@ -93,7 +93,7 @@ class ChoiceCounter:
         self._chosen_LE.zero_()
 
     def _weigh(self, ids_TK: torch.Tensor, active_T: torch.Tensor | None) -> None:
-        """Set the weight of each choice, 1, or 0 for padding, and enlarge the buffers if they are too small."""
+        """Set each choice's weight (1, or 0 for padding), and enlarge the buffers if they are too small."""
         choices = ids_TK.numel()
         if self._ids_LC.shape[1] < choices <= MAX_BUFFERED:
             self._outgrown.append(self._ids_LC)
@@ -124,7 +124,7 @@ class ChoiceCounter:
 
 
 def _same_memory(mask_T: torch.Tensor | None) -> tuple[object, ...]:
-    """Return a key for the memory of a mask, equal for two identical views of the same memory."""
+    """Return a key that identifies a mask's memory. Identical views of the same memory have equal keys."""
     return () if mask_T is None else (mask_T.data_ptr(), mask_T.shape, mask_T.stride())
 
 

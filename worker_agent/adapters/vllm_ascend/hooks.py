@@ -1,4 +1,4 @@
-"""Patches of vLLM-Ascend: they replace its balancer with the agent, and wrap dispatch, dummy runs and loading."""
+"""Patches for vLLM-Ascend that replace its balancer with the agent and wrap dispatch, dummy runs and loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATCHES: Patches = {
 
 
 def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
-    """Check the installed vLLM-Ascend as ``compat.require`` does, but never accept an unverified one."""
+    """Check the installed vLLM-Ascend with ``compat.require``, but never accept an unverified release."""
     from vllm_ascend._version import __version__
 
     return require("vLLM-Ascend", __version__, KNOWN, PATCHES)
@@ -40,7 +40,7 @@ def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
 def install() -> None:
     """Replace vLLM-Ascend's balancer with the agent.
 
-    Raises ``UnsupportedEngineError`` as ``check_release`` does, before anything is patched.
+    Raises ``UnsupportedEngineError`` if ``check_release`` does, before anything is patched.
     """
     check_release(allow_unverified=False)
     import vllm_ascend.worker.model_runner_v1 as runner
@@ -103,7 +103,7 @@ def _balancer_of(runner: Any) -> AscendHost | None:
 
 
 def _mark_dummy_runs(runner: Any) -> None:
-    """Patch ``_dummy_run`` so that its passes are recorded without tokens of this rank."""
+    """Patch ``_dummy_run`` so that its passes are recorded as having no tokens on this rank."""
     dummy_run = runner._dummy_run
 
     def dummy_run_marked(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Host of vLLM-Ascend: runs the agent of one rank instead of ``EplbUpdator``; the model runner calls it."""
+"""vLLM-Ascend host: runs one rank's agent in place of ``EplbUpdator`` and is called by the model runner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NoManager:
 
 
 class NoProcess:
-    """Replacement for ``EplbProcess``: the service decides, so no solver process runs beside a rank."""
+    """Replacement for ``EplbProcess``: the service decides, so ranks run no solver process."""
 
     def __init__(self, shared_dict: dict[str, Any], **_: Any) -> None:
         self.shared_dict = shared_dict
@@ -66,8 +66,8 @@ class _HostHeat:
     """Heat of each forward pass, from vLLM-Ascend's own counters and from the choices before dispatch.
 
     vLLM-Ascend adds received tokens to running totals (heat policies 0 to 2), or to rows selected by its own pass count
-    (policy 3). Both are set to zero here after every pass. Choices are counted before dispatch, where vLLM-Ascend maps
-    them to physical experts. An ACL graph captures this counting with vLLM-Ascend's own operators.
+    (policy 3). This class resets both to zero after every pass. Choices are counted before dispatch, at the point where
+    vLLM-Ascend maps them to physical experts. An ACL graph captures this counting with vLLM-Ascend's own operators.
 
     With all-gather dispatch, every rank sees all tokens. All ranks then need the same table, redundant experts are
     refused, and only the first rank counts.
@@ -122,7 +122,8 @@ class _HostHeat:
         Raises
         ------
         UnsupportedEngineError
-            If it dispatches by all-gather although there are redundant experts or the ranks have different tables.
+            If the layer dispatches by all-gather although there are redundant experts or the ranks have different
+            tables.
         """
         routing = fused_experts_input.routing
         index = self._index_by_table.get(id(routing.log2phy))
@@ -166,7 +167,7 @@ class _HostHeat:
         counts
             True if vLLM-Ascend collects the heat of the pass.
         own_tokens
-            True if the pass has real tokens of this rank, False for a dummy run.
+            True if this rank has real tokens in the pass, False for a dummy run.
         """
         received = torch.stack(self._loads) if counts else None
         if received is not None and received.dim() == 3:
@@ -181,7 +182,7 @@ class _HostHeat:
 
 
 class AscendHost(EngineHost):
-    """The agent of one rank, with the parameters and methods of ``EplbUpdator`` that the model runner uses.
+    """One rank's agent, with the parameters and methods of ``EplbUpdator`` that the model runner uses.
 
     Raises ``UnsupportedEngineError`` if a setting does not work with the agent.
     """
@@ -200,7 +201,7 @@ class AscendHost(EngineHost):
         self.adaptor = adaptor
 
     def warm_up_eplb(self) -> None:
-        """Start the agent together with the other ranks. A collective over the EP group."""
+        """Start the agent on all ranks (collective over the EP group)."""
         from vllm.distributed.parallel_state import get_dp_group, get_ep_group
         from vllm_ascend.utils import get_ascend_device_type
 
@@ -237,7 +238,7 @@ class AscendHost(EngineHost):
     def _agent_layers(
         self, heat: _HostHeat, placement: Placement, rank: int, shares_tokens: bool, group: dist.ProcessGroup
     ) -> list[AscendLayer]:
-        """Return the agent's view of the layers, whose formats must be the same on all ranks. A collective."""
+        """Return the agent's view of the layers, whose formats must be the same on all ranks (collective)."""
         from vllm_ascend._version import __version__
 
         layers = self.adaptor.layers
@@ -262,7 +263,7 @@ class AscendHost(EngineHost):
         """Do nothing: transfers run concurrently with forward passes."""
 
     def forward_end(self, eplb_heat_collection_status: bool = True) -> None:
-        """Record a forward pass. Every rank calls it, also after dummy runs and passes without heat collection."""
+        """Record a forward pass. Every rank calls this, even after dummy runs and passes without heat collection."""
         if self.heat is None:
             return
         self.heat.record(eplb_heat_collection_status, own_tokens=not self._in_dummy_run)
@@ -270,7 +271,7 @@ class AscendHost(EngineHost):
 
     @contextmanager
     def dummies(self) -> Iterator[None]:
-        """Mark the forward passes in the body as passes without tokens of this rank."""
+        """Mark the forward passes in the body as having no tokens on this rank."""
         before = self._in_dummy_run
         self._in_dummy_run = True
         try:
@@ -303,7 +304,7 @@ def _placement(layers: list[Any]) -> Placement:
 
 
 def _slots(expert_map_RE: Int32) -> Int32:
-    """Convert the map of one layer from slots by expert to experts by slot.
+    """Convert one layer's map from the slot of each expert to the expert in each slot.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Refusals of settings and quantised weights of vLLM-Ascend that would give wrong outputs or cannot be balanced."""
+"""Refuse vLLM-Ascend settings and quantised weights that would give wrong outputs or cannot be balanced."""
 
 from __future__ import annotations
 

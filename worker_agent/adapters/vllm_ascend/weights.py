@@ -1,4 +1,4 @@
-"""Tensors that make up an expert of vLLM-Ascend, and the refusal of tensors whose experts cannot be sent."""
+"""Select the tensors that make up a vLLM-Ascend expert, and refuse tensors whose experts cannot be sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _FLOAT, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
-"""Names of an expert's weights in 0.23 without fused MC2, by vLLM-Ascend's quantisation type; from its own table."""
+"""Names of an expert's weights in 0.23 without fused MC2, by vLLM-Ascend's quantisation type, as in its own table."""
 _NAMES_018 = {"NONE": _FLOAT, "W8A8": _W8A8}
 
 _NO_EXPERTS = frozenset(
@@ -28,7 +28,7 @@ _NO_EXPERTS = frozenset(
         *("w13_weight_offset", "w2_weight_offset"),
     }
 )
-"""Tensors of the router, heat, tables, and the offsets of symmetric quantisation, which are zeros."""
+"""Router, heat and table tensors, and the offsets of symmetric quantisation, which are zeros."""
 
 
 def expert_weights(
@@ -41,18 +41,18 @@ def expert_weights(
     layer
         ``AscendFusedMoE`` whose weights were loaded and processed.
     quantised
-        True if the model has a quantisation config. If it has none, the layer's quantisation type does not count.
+        True if the model has a quantisation config. If it has none, the layer's quantisation type is ignored.
     release
         Release of vLLM-Ascend.
     move_quantised
-        True to accept quantised experts, whose tensors are in formats of the NPU. Moving them was never tested on a
-        device, so they require verified transfers.
+        True to accept quantised experts, whose tensors are in NPU-specific formats. Moving them has never been tested
+        on a device, so they require verified transfers.
 
     Raises
     ------
     UnsupportedEngineError
-        If vLLM-Ascend itself cannot move experts of this quantisation, or a tensor of an expert would stay behind. Also
-        if a tensor's NPU format does not allow its experts to be sent one by one.
+        If vLLM-Ascend itself cannot move experts with this quantisation, if one of an expert's tensors would stay
+        behind, or if a tensor's NPU format does not allow its experts to be sent one by one.
     """
     kind = layer.quant_type.name if quantised else "NONE"
     names_by_kind = _NAMES_018 if release == "0.18" else NAMES
@@ -79,12 +79,12 @@ def expert_weights(
     refuse_unmoved(layer, weights, int(layer.local_num_experts), _NO_EXPERTS)
     for name, weight in zip(names, weights, strict=True):
         _refuse_formats(name, weight)
-    # These are vLLM-Ascend's own lists, so that ``AscendLayer`` notices if it replaces a tensor in them.
+    # Return vLLM-Ascend's own lists, so that ``AscendLayer`` notices if vLLM-Ascend replaces a tensor in them.
     return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in weights]
 
 
 def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.ProcessGroup | None) -> None:
-    """Refuse, on all ranks, weights whose NPU formats differ between ranks. A collective over ``group``.
+    """Refuse, on all ranks, weights whose NPU formats differ between ranks (collective over ``group``).
 
     Parameters
     ----------
@@ -106,14 +106,14 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
 
 
 def _comparable(npu_format: int) -> int:
-    """Return the same number for all formats whose elements are in order."""
+    """Return the format number, with one common number for all formats that store elements in order."""
     return 2 if npu_format in BASE_FORMATS else npu_format
 
 
 def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Refuse a tensor of all experts in blocks (NZ), and lists with several formats.
+    """Refuse a blocked (NZ) tensor that contains all experts, and lists with several formats.
 
-    torch_npu can send a tensor in blocks only as a whole, including its padding.
+    torch_npu can only send a blocked tensor as a whole, including its padding.
     """
     if isinstance(weight, torch.Tensor):
         npu_format = format_of(weight)
