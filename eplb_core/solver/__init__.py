@@ -1,1 +1,1 @@
-"""Placements of the policies ``flashlb`` and ``deepseek`` by numba kernels: arrays in, arrays out, no I/O, no clock."""
+"""Placement solver for the policies ``flashlb`` and ``deepseek``. Its kernels use only arrays: no I/O and no clock."""

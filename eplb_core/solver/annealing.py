@@ -1,8 +1,8 @@
-"""Simulated annealing of a placement, for ranks with few slots. It lowers the realised peak-to-average ratio (PAR).
+"""Simulated annealing of a placement on ranks with few slots, to lower the realised peak-to-average ratio (PAR).
 
 With two or three slots per rank, the PAR is determined by the replica counts and by the pairing of experts on ranks. A
-search by swaps and exchanges that must each bring a gain soon gets stuck there. Annealing makes many cheap
-random changes instead. In the beginning, it also accepts changes that increase the PAR a little.
+local search in which every swap and exchange must be an improvement soon gets stuck. Annealing instead makes many cheap
+random changes and, early on, also accepts changes that increase the PAR slightly.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from eplb_core.solver.model import Bool, Float32, Int32, UInt64, homes, set_plac
 _HOTTEST, _COLDEST = 1e-3, 1e-5
 """Temperatures at the first and the last try, in PAR.
 
-They were compared on placements from scratch of 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat
-of ``make bench-solver``, seeds 1 to 3, mean PAR on the window). A first temperature of 3e-3 is 1.1 % worse, and 3e-4 is
-0.2 % worse. A last temperature of 1e-4 or 1e-6 is within 0.2 %.
+They were measured on placements from scratch of 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat
+in ``make bench-solver``, seeds 1 to 3, mean PAR on the window). A first temperature of 3e-3 raises the PAR by 1.1 %,
+and 3e-4 raises it by 0.2 %. Last temperatures of 1e-4 and 1e-6 change it by at most 0.2 %.
 """
 _LOOK = 8
-"""Number of consecutive tries at the hottest rank of the same episode. On the heat of ``_HOTTEST``, 1, 4 and 16 are
-within 0.2 %."""
+"""Number of consecutive tries that target the hottest rank of the same episode. In the measurement described at
+``_HOTTEST``, values of 1, 4 and 16 change the PAR by at most 0.2 %."""
 _GUIDED = 95
-"""Percentage of the tries that must relieve the hottest rank of the episode; the others may change any rank. On the
-heat of ``_HOTTEST``, 0 is 1.6 % worse, and 80 and 99 are within 0.1 %."""
+"""Percentage of tries that must cool the episode's hottest rank; the rest may change any rank. In the measurement
+described at ``_HOTTEST``, a value of 0 raises the PAR by 1.6 %, and 80 and 99 change it by at most 0.1 %."""
 _SWAPS = 68
-"""Percentage of the tries that swap two experts; the others pass on a replica. On the heat of ``_HOTTEST``, 50 and 85
-are within 0.2 %."""
+"""Percentage of tries that swap two experts; the rest pass a replica from one expert to another. In the measurement
+described at ``_HOTTEST``, values of 50 and 85 change the PAR by at most 0.2 %."""
 _HOPELESS = 12
-"""Largest increase of the PAR that may be accepted, as a multiple of the temperature."""
+"""Maximum PAR increase that may be accepted, as a multiple of the temperature."""
 _FINE = 1 << 24
 """Number of distinct values of a random fraction."""
 
@@ -52,9 +52,9 @@ def draw(state_1: UInt64, below: int) -> int:
     Parameters
     ----------
     state_1
-        uint64 ``[1]``, state of the generator, advanced in place.
+        uint64 ``[1]``, generator state, advanced in place.
     below
-        Upper bound, exclusive; at most 2**32 - 1.
+        Exclusive upper bound; at most 2**32 - 1.
 
     References
     ----------
@@ -65,20 +65,20 @@ def draw(state_1: UInt64, below: int) -> int:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    # Scale the upper half by ``below``, which avoids a division. The result is signed, because numba would promote
-    # further arithmetic on unsigned and signed integers to floats.
+    # Scaling the upper half by ``below`` avoids a division. The result is signed because numba promotes arithmetic that
+    # mixes signed and unsigned integers to floats.
     drawn: int = np.int64(((mixed >> np.uint64(32)) * np.uint64(below)) >> np.uint64(32))
     return drawn
 
 
 @kernel
 def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, seed: int) -> Int32:
-    """Improve a placement by random changes: swaps of two experts, and replicas passed from one expert to another.
+    """Anneal a placement by randomly swapping two experts or passing a replica from one expert to another.
 
     Parameters
     ----------
     phy2log_RS
-        int32 ``[R, S]``, a complete placement. It is not changed.
+        int32 ``[R, S]``, a complete placement, left unchanged.
     scaled_EN
         float32 ``[E, N]``, normalised heat.
     share_N
@@ -91,7 +91,8 @@ def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, 
     Returns
     -------
     Int32
-        int32 ``[R, S]``. Under an even split, its PAR does not exceed the PAR of ``phy2log_RS``, except by rounding.
+        int32 ``[R, S]``, the best placement found. Under an even split, its PAR is at most that of ``phy2log_RS``,
+        apart from rounding.
 
     References
     ----------
@@ -143,8 +144,8 @@ def _draw_change(
 ) -> _Change:
     """Draw a random change.
 
-    Most changes are guided: their first rank is the hottest one of the episode. The second rank is the cooler of two
-    random ranks.
+    Most changes are guided: their first rank is the episode's hottest rank. The second rank is the cooler of two
+    randomly drawn ranks.
     """
     ranks, slots = current_RS.shape
     guided = draw(state_1, 100) < _GUIDED
@@ -162,12 +163,12 @@ def _draw_change(
 
 @part
 def bearable(temperature: float, state_1: UInt64) -> float:
-    """Draw the largest increase of the PAR to accept at this temperature, according to Metropolis."""
+    """Draw the maximum PAR increase to accept at this temperature, according to the Metropolis criterion."""
     return min(-math.log((1 + draw(state_1, _FINE)) / _FINE), float(_HOPELESS)) * temperature
 
 
 class _State(NamedTuple):
-    """A placement being annealed. All arrays change in place."""
+    """State of an annealing run: a placement and its loads. All arrays are updated in place."""
 
     phy2log_RS: Int32
     """int32 ``[R, S]``, current placement."""
@@ -176,20 +177,20 @@ class _State(NamedTuple):
     holds_ER: Bool
     """bool ``[E, R]``, True if the rank holds the expert."""
     holder_EK: Int32
-    """int32 ``[E, K]``, the ranks that hold each expert, unordered. The first ``replicas_E`` entries of a row are
-    valid."""
+    """int32 ``[E, K]``, the ranks that hold each expert, unordered. In the row of expert ``e``, the first
+    ``replicas_E[e]`` entries are valid."""
     top_ranks: TopRanks
     """Rank loads under an even split."""
     rank_K: Int32
     """int32 ``[R]``, ranks whose loads the change under consideration would alter."""
     changed_R1: Bool
-    """bool ``[R + 1]``, True for these ranks; all False between two changes. The last entry is always False."""
+    """bool ``[R + 1]``, True for these ranks; all False between changes. The last entry is always False."""
     changed_RN: Float32
     """float32 ``[R, N]``, loads of these ranks after the change."""
 
 
 class _Change(NamedTuple):
-    """A random change of the placement: the rank ``target`` receives an expert of the rank ``rank``."""
+    """A random change to the placement, in which rank ``target`` receives an expert from rank ``rank``."""
 
     rank: int
     """Rank that holds ``expert``."""
@@ -204,8 +205,8 @@ class _Change(NamedTuple):
     target_expert: int
     """Expert that ``target_slot`` holds before the change."""
     swaps: bool
-    """True if ``rank`` receives ``target_expert`` in exchange. If False, ``rank`` keeps ``expert``, which gets one more
-    replica, and ``target_expert`` gives up one."""
+    """True if ``rank`` receives ``target_expert`` in exchange. If False, ``rank`` keeps ``expert``, which gains a
+    replica, and ``target_expert`` loses one."""
     episode: int
     """Episode in which ``rank`` is the hottest rank, or -1 for an unguided change. In this episode, all ranks that get
     hotter must stay below the current load of ``rank``."""
@@ -213,10 +214,10 @@ class _Change(NamedTuple):
 
 @kernel
 def _state_at(phy2log_RS: Int32, scaled_EN: Float32) -> _State:
-    """Return the state at a complete placement, which is copied, for normalised heat float32 ``[E, N]``."""
+    """Return the annealing state for a copy of a complete placement and normalised heat, float32 ``[E, N]``."""
     ranks, slots = phy2log_RS.shape
     experts = scaled_EN.shape[0]
-    # No expert can get more replicas than this.
+    # Upper bound on the replica count of any expert.
     max_replicas = min(ranks, ranks * slots - experts + 1)
     holder_EK = np.zeros((experts, max_replicas), dtype=np.int32)
     count_E = np.zeros(experts, dtype=np.int32)
@@ -242,7 +243,7 @@ def _state_at(phy2log_RS: Int32, scaled_EN: Float32) -> _State:
 def _may_swap(
     load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, change: _Change
 ) -> bool:
-    """Return True if a swap is legal and either unguided or a relief.
+    """Return True if a swap is legal and, if guided, relieves the hottest rank.
 
     A guided swap must cool ``rank`` in its episode and leave ``target`` below the current load of ``rank``.
     """
@@ -251,7 +252,7 @@ def _may_swap(
     expert = change.expert
     target_expert = change.target_expert
     n = change.episode
-    # Evaluate all conditions without branches, because a mispredicted branch takes longer.
+    # Evaluate all conditions without branching, because a mispredicted branch would take longer than the conditions.
     legal = (rank != target) & ~holds_ER[expert, target] & ~holds_ER[target_expert, rank]
     at = max(n, 0)
     added = scaled_EN[target_expert, at] * share_of(replicas_E[target_expert])
@@ -265,10 +266,11 @@ def _may_swap(
 def _may_pass(
     load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, holder_EK: Int32, change: _Change
 ) -> bool:
-    """Return True if a replica may be passed on, and either the change is unguided or it heats up no rank too much.
+    """Return True if passing on a replica is legal and, if guided, does not make any rank too hot.
 
-    The ranks that a guided change heats up must stay below the current load of ``rank`` in its episode. These are
-    ``target`` and all ranks that hold ``target_expert``. Their relief from the thinner shares of ``expert`` is ignored.
+    The ranks that a guided change makes hotter are ``target`` and all ranks that hold ``target_expert``. In the
+    change's episode, they must stay below the current load of ``rank``. The test ignores that some of them also hold
+    ``expert``, whose shares become smaller.
     """
     rank = change.rank
     target = change.target
@@ -297,7 +299,7 @@ def _note_swap(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note the loads of both ranks after a swap, and return their number, 2."""
+    """Write both ranks' loads after a swap into ``changed_RN`` and return the number of changed ranks, 2."""
     rank = change.rank
     target = change.target
     expert = change.expert
@@ -327,7 +329,10 @@ def _note_pass(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note the loads, after a replica is passed on, of all ranks that hold either expert; return their number."""
+    """Write the new loads of all ranks with either expert into ``changed_RN`` and return the number of these ranks.
+
+    The loads are those after a replica has passed from one expert to the other.
+    """
     gainer = change.expert
     loser = change.target_expert
     gained = share_of(replicas_E[gainer] + 1)
@@ -366,7 +371,7 @@ def _par_of_changed(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> float:
-    """Return the PAR after the first ``count`` ranks of ``rank_K`` get the loads in ``changed_RN``."""
+    """Return the PAR if the first ``count`` ranks in ``rank_K`` have the loads in ``changed_RN``."""
     peak_N = np.empty(share_N.shape[0], dtype=np.float32)
     for n in range(peak_N.shape[0]):
         if not changed_R1[rank_KN[0, n]]:
@@ -393,7 +398,7 @@ def _par_of_changed(
 
 @kernel
 def _apply_change(state: _State, change: _Change, count: int) -> None:
-    """Apply a change that alters the loads of ``count`` ranks, which must have been noted."""
+    """Apply a change that alters the loads of ``count`` ranks; ``state`` must already contain the new loads."""
     rank = change.rank
     target = change.target
     expert = change.expert
@@ -417,7 +422,7 @@ def _apply_change(state: _State, change: _Change, count: int) -> None:
 
 @kernel
 def _rehouse(state: _State, expert: int, source: int, target: int) -> None:
-    """Record that the rank ``target`` holds an expert instead of the rank ``source``."""
+    """Record that an expert has moved from rank ``source`` to rank ``target``."""
     state.holder_EK[expert, _index_of(state.holder_EK, expert, source)] = target
     state.holds_ER[expert, source] = False
     state.holds_ER[expert, target] = True

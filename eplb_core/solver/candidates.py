@@ -1,8 +1,8 @@
 """Candidates for one layer: make them from scratch or from the deployed placement, add tables, and judge them.
 
-A placement from scratch is made in these steps: a tree search for the replica counts, a local search from the best
+A placement from scratch is built in several stages: a tree search for the replica counts, a local search from the best
 leaves, annealing if ranks have few slots, tables, and a final search that takes the tables into account. If the host
-splits the tokens of every step by itself, a search for the optima of the single steps (``step_search``) replaces all
+itself splits every step's tokens, a placement search for optimal splits of single steps (``step_search``) replaces all
 work on tables.
 """
 
@@ -42,31 +42,34 @@ from eplb_core.solver.topology import keep_slots, match_ranks
 from eplb_core.solver.window import choose_forecast, forecast_heat, halves_of
 
 MIN_EPISODES = 4
-"""Minimum number of episodes for a hold-out; with fewer, the older half is too short to fit to."""
+"""Minimum number of episodes for a hold-out; with fewer, the older half is too short for fitting."""
 _CHANGES = 16
-"""Limit on the changes of a local search from the deployed placement, for the hold-out: this number, or one change per
-this number of slots if that is more. On the whole window, the limit is twice as high.
+"""Maximum number of changes that a local search makes to the deployed placement in a hold-out. In large layers, the
+maximum is one change per ``_CHANGES`` slots instead. On the whole window, it is twice as high.
 
-So few changes suffice to find out if moves pay off, and at which price. On drift (``make bench-decide``, ten seeds),
-this realises the same PAR as searches without a limit, in a sixth less CPU time. With half as many changes in the
-hold-out, the PAR is 0.6 % higher.
+These few changes suffice to find out whether moves pay off, and at what price. On drift (``make bench-decide``, ten
+seeds), the realised PAR is the same as without a maximum, and the CPU time is one sixth lower. With half as many
+changes in the hold-out, the PAR is 0.6 % higher.
 """
 _TRIAL = 8
-"""Divisor of the annealing tries for a trial, which finds out if the gains of annealing last."""
+"""Divisor for the number of annealing tries in a trial, which checks whether the gains from annealing last."""
 _MAX_TRIAL = 1 << 15
-"""Maximum number of tries in such a trial."""
+"""Maximum number of annealing tries in a trial."""
 _WORK = 1 << 29
-"""Maximum of annealing tries x ranks; layers above it are not annealed. A try costs more if there are more ranks.
+"""Maximum product of annealing tries and ranks; layers above it are not annealed. Each try takes longer with more
+ranks.
 
-The local search before annealing has the same limit on steps x ranks**2. A layer of 256 experts on 1,024 ranks x 2
-slots exceeds the limit. Annealing 58 such layers took 15 s of CPU and reduced the PAR from 1.062 to 1.056 (heat of
-``benchmarks.scale``).
+In the local search before annealing, the same maximum applies to steps x ranks**2. A layer with 256 experts on 1,024
+ranks x 2 slots exceeds the maximum. Annealing 58 such layers took 15 s of CPU time and reduced the PAR from 1.062 to
+1.056 (heat of ``benchmarks.scale``).
 """
 _LONE = 16
-"""Divisor of the annealing tries if ranks have one slot, so that only the replica counts can be improved.
+"""Divisor for the number of annealing tries if each rank has one slot. Annealing can then improve only the replica
+counts.
 
-It was measured with 256 experts on 320, 512 and 1,024 such ranks (the four kinds of heat of ``make bench-solver``,
-three seeds). Compared with all tries, the PAR is 0.2 % higher on the window and 0.1 % lower on the next one.
+It was measured with 256 experts on 320, 512 and 1,024 such ranks (the four kinds of heat in ``make bench-solver``,
+three seeds). Compared with the full number of tries, the PAR is 0.2 % higher on the window and 0.1 % lower on the next
+one.
 """
 
 
@@ -80,12 +83,12 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     params
         Search parameters.
     slot_price
-        Gain, in PAR, that one moved slot must bring.
+        Minimum PAR improvement per moved slot.
 
     Returns
     -------
     Candidate
-        The candidate with the lowest PAR + price of its moves.
+        The candidate with the lowest sum of PAR and move cost.
     """
     heat, deployed = layer
     ranks, slots = deployed.phy2log_RS.shape
@@ -105,7 +108,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
 
 
 def greedy(layer: Layer, params: SearchParams) -> Int32:
-    """Return a greedy placement, matched to the ranks, int32 ``[R, S]``.
+    """Return a greedy placement whose rows are matched to the current ranks, int32 ``[R, S]``.
 
     ``from_scratch`` starts from it if a layer is too large for the tree search.
     """
@@ -117,9 +120,9 @@ def greedy(layer: Layer, params: SearchParams) -> Int32:
 
 
 def _place_and_search(replicas_E: Int32, layer: Layer, params: SearchParams) -> Int32:
-    """Place the replicas greedily and improve the placement by local search, int32 ``[R, S]``.
+    """Place the replicas greedily, improve the placement by local search and return it, int32 ``[R, S]``.
 
-    The deployed placement plays no role, so moves are free.
+    The deployed placement is ignored, so moves are free.
     """
     heat, deployed = layer
     ranks, slots = deployed.phy2log_RS.shape
@@ -135,11 +138,11 @@ def _place_and_search(replicas_E: Int32, layer: Layer, params: SearchParams) -> 
 
 
 def without_vain_annealing(heat: Episodes, deployed: LayerLayout, params: SearchParams) -> SearchParams:
-    """Return the parameters, without annealing if that would take too long or would not help on unseen heat.
+    """Return the parameters, with annealing disabled if it would take too long or would not help on unseen heat.
 
-    Annealing cools the hottest rank of every episode it was fitted to. The more ranks and the fewer tokens there are,
-    the more it is chance which rank is the hottest. A short trial is therefore fitted to each half of the episodes, and
-    annealing is disabled unless both trials cool the other half.
+    Annealing cools the hottest rank in every episode that it is fitted to. With many ranks or few tokens, however,
+    chance largely determines which rank is hottest. A short trial is therefore fitted to each half of the episodes, and
+    annealing is disabled unless both trials lower the PAR on the other half.
 
     Parameters
     ----------
@@ -148,7 +151,7 @@ def without_vain_annealing(heat: Episodes, deployed: LayerLayout, params: Search
     deployed
         Current layout of the layer.
     params
-        Search parameters. If ranks have one slot, the tries are reduced.
+        Search parameters. If ranks have one slot, the number of tries is reduced.
     """
     ranks, slots = deployed.phy2log_RS.shape
     tries = params.annealing_tries // (_LONE if slots == 1 else 1)
@@ -167,7 +170,7 @@ def without_vain_annealing(heat: Episodes, deployed: LayerLayout, params: Search
 
 
 def _annealing_lasts(fit: Layer, held_out: Episodes, params: SearchParams) -> bool:
-    """Return True if a short annealing of a placement fitted to one half also cools the held-out half."""
+    """Return True if a short annealing run that is fitted to one half also lowers the PAR on the held-out half."""
     heat, deployed = fit
     experts = heat.mean_E.size
     ranks, slots = deployed.phy2log_RS.shape
@@ -199,9 +202,9 @@ def peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: LayerLayout, ta
     candidate
         Placement and tables to judge.
     scaled_EN
-        float32 ``[E, N]``, normalised heat; not necessarily the heat that the candidate was made for.
+        float32 ``[E, N]``, normalised heat, which may differ from the heat that the candidate was made for.
     deployed
-        Layout with the sources of the tokens.
+        Current layout, with each source's share of the tokens.
     tables
         Split of the tokens; see ``SearchParams.tables``.
     """
@@ -218,9 +221,10 @@ def shares_of(candidate: Candidate, deployed: LayerLayout, tables: int) -> Float
 
 
 def improved(layer: Layer, params: SearchParams, price_K: Float64, times: int) -> Int32:
-    """Improve the deployed placement by local search, at several prices per move.
+    """Improve the deployed placement by local search and return one placement for each price per move.
 
-    The search assumes an even split, because shares from tables that are fitted to this window fit the next one worse.
+    The search assumes an even split, because token shares from tables that are fitted to this window are less accurate
+    on the next one.
 
     Parameters
     ----------
@@ -231,7 +235,7 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64, times: int) -
     price_K
         float64 ``[K]``, prices in PAR per moved slot.
     times
-        Limit on the number of changes, as a multiple of the limit for the hold-out.
+        Maximum number of changes, as a multiple of the maximum in a hold-out.
 
     Returns
     -------
@@ -249,7 +253,7 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64, times: int) -
 
 
 def _match_and_add_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
-    """Assign the rows of a placement to the ranks that hold most of their experts, then make and refine the tables."""
+    """Match a placement's rows to the ranks that hold most of their experts, then make and refine the tables."""
     deployed = layer.deployed
     experts = deployed.share_GE.shape[1]
     matched_RS = match_ranks(phy2log_RS, deployed.phy2log_RS, experts, deployed.node_R)
@@ -260,7 +264,7 @@ def _match_and_add_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams)
 
 
 def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
-    """Return a candidate with the given placement: keep experts in their deployed slots, make the tables, judge both.
+    """Return a candidate for a placement: keep experts in their deployed slots, make tables, and compute the PAR.
 
     Parameters
     ----------
@@ -283,7 +287,7 @@ def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candid
 
 
 def _refine_through_tables(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
-    """Swap experts at the token shares that the candidate's tables give, and keep the result if its PAR is lower.
+    """Swap experts under the token shares from the candidate's tables, and keep the result if its PAR is lower.
 
     Moves are free here.
     """
@@ -299,5 +303,5 @@ def _refine_through_tables(candidate: Candidate, layer: Layer, params: SearchPar
 
 
 def _cheaper(first: Candidate, second: Candidate, price: float) -> Candidate:
-    """Return the candidate with the lower PAR + price of its moves; ``first`` if both cost the same."""
+    """Return the candidate with the lower sum of PAR and move cost; ``first`` if they are tied."""
     return second if second.par + price * second.moves < first.par + price * first.moves else first

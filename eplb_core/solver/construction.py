@@ -2,19 +2,19 @@
 
 Replica counts are chosen greedily: each spare replica goes to the expert whose replicas are hottest, as in DeepSeek's
 EPLB. Each replica is then placed on the coolest rank, hottest replica first (Graham's longest-processing-time rule).
-Ranks are compared by their risk with full covariance instead of their load, so experts that are hot at the same time
-end up on different ranks. If all ranks with a free slot already hold the expert, a replica of another expert makes room
-on a full rank. An ``Assignment`` keeps running sums, so that judging a change is cheap.
+Ranks are compared by risk with full covariance rather than by load, so experts that are hot at the same time end up on
+different ranks. If all ranks with a free slot already hold the expert, a replica of another expert makes room on a full
+rank. An ``Assignment`` keeps running sums, so that judging a change is cheap.
 
 In small layers, a tree search chooses replica counts and placement jointly. This is the first of FlashLB's three ideas.
-Experts are sorted by heat and cut into groups. A node of the tree fixes the replica counts of the experts of the first
-groups. Its children give the next group a few replicas more or fewer than the greedy choice. A child is judged by
-look-ahead: its remaining replicas are assigned and placed greedily. A beam of the most promising nodes continues to the
+Experts are sorted by heat and cut into groups. A tree node fixes the replica counts of the experts in the first groups.
+Its children give the next group the greedy number of replicas, or a few more or fewer. A child is judged by look-ahead:
+its remaining replicas are assigned and placed greedily. Only the most promising nodes, the beam, are expanded to the
 next group.
 
-There are two differences from FlashLB. A leaf is judged by the risk of its hottest rank with full covariance, as in the
-local search that follows. And several leaves are searched further, not just the best one. FlashLB's other two ideas are
-the objective over several episodes (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
+This differs from FlashLB in two ways. Leaves are judged by the risk of the hottest rank with full covariance, as in the
+local search that follows. Several leaves, not just the best one, are then searched further. FlashLB's other two ideas
+are the objective over several episodes (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
 
 References
 ----------
@@ -49,15 +49,15 @@ def largest_first(share_EG: Float32) -> Int32:
     Parameters
     ----------
     share_EG
-        float32 ``[E, G]``, fraction of each expert's tokens that comes from each source; not negative.
+        float32 ``[E, G]``, fraction of each expert's tokens that comes from each source; non-negative.
 
     Examples
     --------
     >>> largest_first(np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4]], dtype=np.float32)).tolist()
     [[1, 2, 0], [0, 2, 1]]
     """
-    # The bit patterns of non-negative floats sort like the floats. With the source in the same integer, sorting takes a
-    # quarter of the time of a stable argsort.
+    # The bit patterns of non-negative floats sort in the same order as the floats. Packing the source into the same
+    # integer makes the sort four times as fast as a stable argsort.
     key_EG = (~share_EG.view(np.int32)).astype(np.int64) << 32 | np.arange(share_EG.shape[1])
     key_EG.sort(axis=1)
     return key_EG.astype(np.int32)
@@ -101,7 +101,7 @@ def _allot_replicas(replicas_E: Int32, heat_E: Float32, budget: int, ranks: int)
 
 @kernel
 def _greedy_replicas(heat_E: Float32, ranks: int, slots: int) -> Int32:
-    """Return greedy replica counts, int32 ``[E]``, with a sum of ``ranks*slots`` and at least one per expert."""
+    """Return greedy replica counts, int32 ``[E]``: at least one per expert, ``ranks*slots`` in total."""
     experts = heat_E.shape[0]
     replicas_E = np.ones(experts, dtype=np.int32)
     _allot_replicas(replicas_E, heat_E, ranks * slots - experts, ranks)
@@ -109,7 +109,10 @@ def _greedy_replicas(heat_E: Float32, ranks: int, slots: int) -> Int32:
 
 
 class Assignment(NamedTuple):
-    """Placement of one layer with running sums that make it cheap to judge a change. All arrays change in place."""
+    """Placement of one layer with running sums that make it cheap to judge a change.
+
+    All arrays are updated in place.
+    """
 
     phy2log_RS: Int32
     """int32 ``[R, S]``, expert in each slot; -1 if the slot is empty."""
@@ -131,7 +134,7 @@ class Assignment(NamedTuple):
 
 @kernel
 def _empty_assignment(replicas_E: Int32, ranks: int, slots: int) -> Assignment:
-    """Return an assignment without filled slots; ``replicas_E`` holds the target replica counts."""
+    """Return an empty assignment; ``replicas_E`` contains the target replica counts."""
     experts = replicas_E.shape[0]
     return Assignment(
         np.full((ranks, slots), -1, dtype=np.int32),
@@ -231,9 +234,9 @@ def _put(assignment: Assignment, heat: Heat, expert: int, rank: int, share: floa
 
 @kernel
 def _clear(assignment: Assignment, heat: Heat, rank: int, slot: int) -> None:
-    """Remove a slot's expert from the rank's sums.
+    """Subtract the contribution of a slot's expert from the rank's sums.
 
-    ``phy2log_RS`` still names the expert: the caller must fill or drop the slot next.
+    ``phy2log_RS`` still contains the expert, so the caller must refill or remove the slot next.
     """
     expert = assignment.phy2log_RS[rank, slot]
     shift_load(assignment, heat, expert, rank, -assignment.share_ER[expert, rank])
@@ -268,7 +271,7 @@ def replace(assignment: Assignment, heat: Heat, rank: int, slot: int, expert: in
 
 @kernel
 def hottest_rank(assignment: Assignment, z: float) -> tuple[int, float]:
-    """Return the rank with the highest risk, and this risk."""
+    """Return the rank with the highest risk, and its risk."""
     hot = 0
     hot_risk = np.float32(-1.0)
     for r in range(assignment.load_R.shape[0]):
@@ -285,7 +288,7 @@ def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> As
     Parameters
     ----------
     replicas_E
-        int32 ``[E]``, replica counts, with a sum of ``ranks*slots``.
+        int32 ``[E]``, replica counts, which sum to ``ranks*slots``.
     heat
         Normalised heat of the layer.
     ranks
@@ -297,7 +300,7 @@ def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> As
 
     Examples
     --------
-    Experts 0 and 1 have two replicas each. Both ranks get half of each, and one of the two cooler experts:
+    Experts 0 and 1 have two replicas each. Each rank gets one replica of each, plus one of the two cooler experts:
 
     >>> from eplb_core.solver.model import heat_of
     >>> heat = heat_of(np.array([[6.0, 4.0, 3.0, 3.0]]), ranks=2)
@@ -315,7 +318,7 @@ def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> As
 def _place_in_order(
     replicas_E: Int32, heat: Heat, ranks: int, slots: int, order_E: Int32, z: float
 ) -> Assignment:
-    """Place all replicas of the experts in ``order_E``, each on the rank that stays coolest with it."""
+    """Place all replicas, expert by expert in the order ``order_E``, each on the rank that would then be coolest."""
     assignment = _empty_assignment(replicas_E, ranks, slots)
     for expert in order_E:
         for _ in range(replicas_E[expert]):
@@ -330,7 +333,8 @@ def _place_in_order(
 def _coolest_rank(assignment: Assignment, heat: Heat, expert: int, z: float) -> int:
     """Return the rank that would have the lowest risk with a replica of ``expert``.
 
-    Only ranks with an empty slot that do not hold the expert are considered; -1 if there are no such ranks.
+    Only ranks that have an empty slot and do not hold the expert yet are considered. Without such a rank, the result is
+    -1.
     """
     slots = assignment.phy2log_RS.shape[1]
     share = share_of(assignment.replicas_E[expert])
@@ -358,11 +362,13 @@ def _coolest_rank(assignment: Assignment, heat: Heat, expert: int, z: float) -> 
 
 @part
 def _make_room(assignment: Assignment, heat: Heat, expert: int) -> int:
-    """Free a slot for ``expert`` if all ranks with an empty slot hold it already, and return the slot's rank.
+    """Free a slot for ``expert`` on a full rank and return that rank.
 
-    A full rank without the expert moves one of its replicas to a rank with an empty slot. Such a replica exists while
-    the expert has fewer replicas than there are ranks: the full rank has more experts besides this one than the rank
-    with the empty slot has, so at least one of them is missing on that rank.
+    This is needed if all ranks with an empty slot already hold the expert.
+
+    A full rank without the expert moves one of its replicas to a rank with an empty slot. Such a replica exists as long
+    as the expert has fewer replicas than there are ranks. Not counting ``expert``, the full rank then holds more
+    experts than the rank with the empty slot, which therefore lacks at least one of them.
     """
     ranks, slots = assignment.phy2log_RS.shape
     roomy = 0
@@ -393,7 +399,7 @@ def tree_search(
     spread: int = 2,
     beam: int = 4,
 ) -> tuple[Int32, Float64]:
-    """Search replica counts by placing candidates greedily, and return the best ones.
+    """Search for replica counts, judge each candidate by greedy placement, and return the best ones.
 
     Parameters
     ----------
@@ -410,9 +416,9 @@ def tree_search(
     groups
         Number of expert groups, which is the depth of the tree.
     spread
-        Maximum difference between a group's number of replicas and its greedy number.
+        Maximum difference between a group's number of replicas and the greedy choice.
     beam
-        Number of nodes that continue from each level.
+        Number of nodes kept at each level.
 
     Returns
     -------
@@ -482,7 +488,7 @@ def _risk_once_placed(
 def _cut_into_groups(replicas_E: Int32, by_heat_E: Int32, groups: int) -> Iterator[tuple[Int32, Int32]]:
     """Cut the experts into groups with about equal numbers of replicas, hottest first.
 
-    Yields the experts of each group, and all experts of the groups after it.
+    Yields the experts in each group and the experts in all later groups.
     """
     total_E = replicas_E[by_heat_E].cumsum()
     groups = min(groups, total_E.size)

@@ -1,13 +1,13 @@
-"""Solver for many layers: several at a time and, if experts are routed in groups, node by node.
+"""Solver for many layers: several layers in parallel and, if experts are routed in groups, node by node.
 
-Layers run on threads instead of in a parallel loop inside a kernel. Kernels then need no locks, a failure affects only
-one layer, and the time budget is checked between layers. A process may also fork or plan for several deployments at the
-same time.
+Layers run on threads rather than in a parallel loop inside a kernel. Kernels therefore need no locks, a failure affects
+only one layer, and the time budget can be checked between layers. A process can also fork, or plan for several
+deployments concurrently.
 
-With expert groups, placement is hierarchical: each group stays on one node, and each node is solved as a layer. If a
-router sends each token to few groups, its tokens then reach few nodes. Groups are packed hottest first, each onto the
-coolest node that has room, with the same number of groups on every node. Replica counts and placement are then chosen
-within each node.
+With expert groups, placement is hierarchical: each group stays on one node, and each node is solved as a layer. If the
+router sends each token to only a few groups, the token then reaches only a few nodes. Groups are packed hottest first,
+each onto the coolest node that has room, with the same number of groups on every node. Replica counts and placement are
+then chosen within each node.
 
 References
 ----------
@@ -62,10 +62,10 @@ from eplb_core.solver.window import halves_of
 
 
 class ByLayer(Protocol):
-    """Arrays by layer: one array for all layers, or arrays made on request, which saves memory with many ranks."""
+    """Per-layer arrays: one array for all layers, or arrays created on demand, which saves memory with many ranks."""
 
     def __getitem__(self, layer: int, /) -> Any:
-        """Return the array of one layer. Any thread may call this."""
+        """Return the array of one layer. Must be safe to call from any thread."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,11 @@ class LayerBatch:
     share_LGE
         float ``[L, G, E]``, fraction of each expert's tokens that comes from each source.
     unplaced_L
-        bool ``[L]``, True for layers whose placement was not made for any heat. They are placed from scratch at any
-        price.
+        bool ``[L]``, True for layers whose current placement was not based on heat. They are placed from scratch
+        whatever the moves cost.
     recommendation_L
-        Recommendation of each layer, to be followed without a hold-out; empty to run hold-outs.
+        Recommendation for each layer, to be followed without a hold-out; ``None`` for layers without one. Empty if no
+        layer has a recommendation.
     """
 
     heat_LNE: Float64
@@ -108,7 +109,7 @@ class SearchRules:
     half_life_H
         float64 ``[H]``, candidate half-lives of the forecast, as for ``layer.solve_layer``.
     min_gain
-        PAR that a change must gain on the window after paying for its moves.
+        Minimum PAR improvement on the window, net of the cost of the moves.
     """
 
     params: SearchParams
@@ -139,7 +140,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class TimeObjective:
-    """Cost curve and steps for lowering the time of the slowest rank instead of the PAR.
+    """Cost curve and single steps, for lowering the slowest rank's time instead of the PAR.
 
     Parameters
     ----------
@@ -160,9 +161,9 @@ class Limits:
     Parameters
     ----------
     threads
-        Number of layers to solve at a time; ``None`` for one per CPU, which is also the maximum.
+        Number of layers to solve concurrently; at most one per CPU, which is also the default (``None``).
     budget_ms
-        Time budget in milliseconds. No further layer is started once it is spent. ``None`` for no limit.
+        Time budget in milliseconds; ``None`` for no limit. Once it has run out, no further layers are started.
     """
 
     threads: int | None = None
@@ -184,12 +185,12 @@ class OutOfTimeError(SolverError):
 
 
 class _NodeLayer(NamedTuple):
-    """One node as a layer with its own numbering of experts and ranks."""
+    """One node treated as a layer, with its own numbering of experts and ranks."""
 
     expert_X: npt.NDArray[np.intp]
-    """Experts of the node in the numbering of the whole layer, ascending."""
+    """The node's experts, numbered as in the whole layer, in ascending order."""
     rank_Y: npt.NDArray[np.intp]
-    """Ranks of the node in the numbering of the whole layer, ascending."""
+    """The node's ranks, numbered as in the whole layer, in ascending order."""
     layout: LayerLayout
     """Current layout in the node's numbering."""
 
@@ -210,20 +211,20 @@ def solve_many(
     batch
         Layers to solve.
     rules
-        Search parameters and the gain required of a change.
+        Search parameters and the minimum gain of a change.
     nodes
         Nodes of the ranks and sources, and the expert groups.
     timing
-        Cost curve and single steps, to lower the time of the slowest rank; ``None`` to lower the PAR. Expert groups are
-        ignored if it is given.
+        Cost curve and single steps, to lower the slowest rank's time; ``None`` to lower the PAR. If it is given, expert
+        groups are ignored.
     limits
         Number of threads and time budget.
 
     Returns
     -------
     list of LayerResult or SolverError
-        One entry per layer: its result, an ``OutOfTimeError`` if the budget ran out before it was started, or another
-        ``SolverError`` if it failed.
+        One entry per layer: its result, an ``OutOfTimeError`` if the budget ran out before it was started, or a
+        different ``SolverError`` if solving it failed.
     """
     budget_ms = limits.budget_ms
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
@@ -235,7 +236,7 @@ def solve_many(
                 f"the time budget (budget_ms) of {budget_ms:g} ms ran out before this layer"
             )
         heat_NE = heat_LNE[layer]
-        # Each layer draws its own random numbers, which do not depend on the other layers of the batch.
+        # Each layer has its own seed, so its random numbers do not depend on the other layers in the batch.
         params = rules.params._replace(seed=rules.params.seed + crc32(heat_NE.sum(axis=0)))
         layout = _layout_of(batch, layer, nodes)
         unplaced = bool(batch.unplaced_L[layer])
@@ -298,9 +299,9 @@ def _solve_by_node(
 ) -> LayerResult:
     """Decide what to do with one layer whose ``groups`` of consecutive experts each stay on one node.
 
-    If each group is on one node already, the groups usually stay on their nodes, and experts move only within nodes.
-    The groups are packed again if the gain exceeds the price of the moves between nodes. Any other layer is placed from
-    scratch. For the parameters see ``layer.solve_layer``.
+    If each group is already on one node, the groups usually stay on their nodes, and experts move only within nodes.
+    The groups are repacked if the gain exceeds the cost of the moves between nodes. All other layers are placed from
+    scratch. The parameters are described at ``layer.solve_layer``.
     """
     window = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
     current = as_deployed(window, deployed, params.tables)
@@ -311,7 +312,7 @@ def _solve_by_node(
         fresh = _place_by_node(window, deployed, params, slot_price, groups)
         return LayerResult(fresh, current.par, default_half_life, FRESH)
     nodes = _node_layers(node_E, deployed)
-    # A slot has the same price in a node as in the whole layer.
+    # Keep the price per slot the same within a node as in the whole layer.
     node_params = params._replace(move_price=params.move_price / len(nodes))
     changes = []
     for node in nodes:
@@ -339,7 +340,7 @@ def _solve_by_node(
 def _place_by_node(
     heat: Episodes, deployed: LayerLayout, params: SearchParams, slot_price: float, groups: int
 ) -> Candidate:
-    """Pack the groups onto nodes again and place each node from scratch."""
+    """Repack the groups onto nodes and place each node from scratch."""
     layer = Layer(with_covariance(*heat), deployed)
     placed = []
     for node in _node_layers(_pack_groups(layer.heat.mean_E, deployed, groups), deployed):
@@ -359,7 +360,7 @@ def _may_regroup(
     groups: int,
     node_E: Int32,
 ) -> bool:
-    """Return True if packing the groups again, fitted to the older half, pays for its moves on the newer half.
+    """Return True if repacking the groups, fitted to the older half, pays off on the newer half.
 
     Moves within nodes cannot help a node whose groups have become hotter than the groups of other nodes. With too few
     episodes for a hold-out, the result is True.
@@ -373,9 +374,9 @@ def _may_regroup(
     params
         Search parameters.
     price
-        PAR that one moved slot must gain.
+        Minimum PAR improvement per moved slot.
     min_gain
-        PAR that the change must gain after paying for its moves.
+        Minimum PAR improvement, net of the cost of the moves.
     groups
         Number of expert groups.
     node_E
@@ -400,7 +401,8 @@ def _may_regroup(
 def _pack_groups(mean_E: Float32, deployed: LayerLayout, groups: int) -> Int32:
     """Assign the expert groups to nodes so that all nodes are about equally hot and have the same number of groups.
 
-    Nodes are interchangeable in this packing. Each bundle of groups goes to the node that holds most of its experts.
+    The packing itself treats nodes as interchangeable. Each bundle of groups then goes to the node that already holds
+    most of its experts.
 
     Parameters
     ----------
@@ -450,10 +452,10 @@ def _nodes_of_groups(deployed: LayerLayout, groups: int) -> Int32 | None:
 def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_NodeLayer]:
     """Split a layer into one layer per node; ``node_E``, int32 ``[E]``, is the node of each expert.
 
-    If an expert is assigned to another node than the current one, the node layouts differ from the deployed one. A slot
-    with an expert of another node is then shown with an expert that is not on its rank, and a table entry that leads to
-    another node is shown as leading to slot 0. Such nodes are only placed from scratch, which these values do not
-    affect.
+    If an expert is assigned to a different node than its current one, the node layouts contain placeholders. A slot
+    whose expert belongs to a different node gets an expert that its rank does not hold, and a table entry that points
+    to a different node becomes slot 0. This is harmless, because such nodes are only placed from scratch, and the
+    placeholders do not affect that.
     """
     slots = deployed.phy2log_RS.shape[1]
     layers = []
@@ -485,7 +487,7 @@ def _node_layers(node_E: Int32, deployed: LayerLayout) -> list[_NodeLayer]:
 def _without_vain_changes(
     changes: list[tuple[_NodeLayer, LayerResult]], layer: Layer, params: SearchParams, price: float
 ) -> tuple[Candidate, list[tuple[_NodeLayer, LayerResult]]]:
-    """Combine the changes of the nodes, except changes that gain nothing because another node is hotter.
+    """Combine the nodes' changes, but drop those that gain nothing because a different node is hotter.
 
     Returns the combined candidate and the remaining changes.
     """
@@ -506,7 +508,7 @@ def _without_vain_changes(
 def _combine_nodes(
     candidates: Sequence[tuple[_NodeLayer, Candidate]], layer: Layer, params: SearchParams
 ) -> Candidate:
-    """Return the deployed layout with the candidates' placement and tables on their nodes."""
+    """Return the deployed layout with each candidate's placement and tables applied to its node."""
     deployed = layer.deployed
     slots = deployed.phy2log_RS.shape[1]
     phy2log_RS = deployed.phy2log_RS.copy()

@@ -1,16 +1,16 @@
-"""Objective of the search: the risk of the hottest rank, which is its load's mean + z*std over the episodes.
+"""Search objective: the risk of the hottest rank, which is mean + z*std of its load over the episodes.
 
 This is the second of FlashLB's three ideas. The heat of an episode is scaled to a mean rank load of 1, so a layer's
 risk reads as a peak-to-average ratio (PAR). The objective needs only the mean heat of each expert and the covariance of
 the experts, so judging a candidate costs the same for any number of episodes.
 
-A search that lowers only the maximum leaves many ranks just below it, and in the next window one of them exceeds it.
-The local search therefore lowers a smooth maximum. In it, a rank of risk x has a *pressure* of
-((x - base) / (peak - base))**8 if x is above the base, and of 0 otherwise.
+A search that lowers only the maximum leaves many ranks just below it, and one of these exceeds it in the next window.
+The local search therefore lowers a smooth maximum, in which a rank has a *pressure*. For a rank with risk x, the
+pressure is ((x - base) / (peak - base))**8 if x is above the base, and 0 otherwise.
 
-There are two differences from FlashLB. Here, z is not a constant: the planner computes it from the number of ranks, as
-the expected maximum of that many standard normal values (Blom's formula). And the mean may give more weight to recent
-episodes or exclude bursts (``window.Forecast``).
+This differs from FlashLB in two ways. First, z is not a constant: the planner computes it from the number of ranks, as
+the expected maximum of that many standard normal values (Blom's formula). Second, the mean may give more weight to
+recent episodes or exclude bursts (``window.Forecast``).
 
 The solver does not report the objective. It reports the realised PAR, which is the hottest rank's load averaged over
 the episodes.
@@ -31,14 +31,14 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat, Int32
 
 MIN_GAIN = 1e-5
-"""Smallest change of the PAR that counts as progress; smaller changes are rounding errors."""
+"""Smallest PAR reduction that counts as progress; smaller ones are rounding errors."""
 _BELOW_MEAN = 12.0
 """Distance of the base below the mean risk, as a multiple of the peak's distance above it.
 
-With a larger distance, the ranks behind the hottest one count more, and the gain of a few moves lasts longer on drift.
-The value and the power 8 were chosen by hand in closed loops of 256 experts on 32 ranks x 9 slots. In the loops
-described at ``swaps.MIN_RELIEF``, distances of 4 and 30 realise a PAR that is 1.3 and 1.8 % higher on drift, with 1.7
-and 1.5 times the moves.
+With a larger distance, the ranks behind the hottest one count more, and the gain from a few moves lasts longer on
+drift. The distance and the exponent 8 were tuned by hand in closed loops of 256 experts on 32 ranks x 9 slots. In the
+loops described at ``swaps.MIN_RELIEF``, distances of 4 and 30 raise the realised PAR on drift by 1.3 and 1.8 %, with
+1.7 and 1.5 times as many moves.
 """
 _TOP = 3
 """Number of hottest ranks stored per episode. A swap changes the loads of two ranks, so one of the three is always the
@@ -47,7 +47,7 @@ hottest of the unchanged ranks."""
 
 @kernel
 def risk(load: float, variance: float, z: float) -> float:
-    """Return mean + z*std of a load. A variance that rounding made negative counts as zero."""
+    """Return mean + z*std of a load. A variance that is negative because of rounding counts as zero."""
     value: float = load + z * np.sqrt(max(variance, np.float32(0.0)))
     return value
 
@@ -162,7 +162,7 @@ class SmoothMax(NamedTuple):
 
 @kernel
 def smooth_term(x: float, base: float, scale: float) -> float:
-    """Return the pressure of a rank of risk ``x`` on the scale of a ``SmoothMax``."""
+    """Return the pressure of a rank with risk ``x`` on the scale of a ``SmoothMax``."""
     relative = max((x - base) * scale, np.float32(0.0))
     squared = relative * relative
     fourth = squared * squared
@@ -222,22 +222,22 @@ def smooth_peak(smooth_max: SmoothMax) -> float:
 
 
 class TopRanks(NamedTuple):
-    """Rank loads per episode, with the three hottest ranks of each episode. All arrays change in place."""
+    """Rank loads per episode, with the three hottest ranks of each episode. All arrays are updated in place."""
 
     load_RN: Float32
     """float32 ``[R, N]``, load of each rank in each episode."""
     load_NR: Float32
     """float32 ``[N, R]``, the transpose of ``load_RN``, in which each episode is contiguous."""
     rank_KN: Int32
-    """int32 ``[3, N]``, the hottest ranks of each episode, hottest first. Unused entries are ``R`` if the layer has
-    fewer than three ranks."""
+    """int32 ``[3, N]``, the hottest ranks of each episode, hottest first. If the layer has fewer than three ranks, the
+    unused entries are ``R``."""
     peak_KN: Float32
     """float32 ``[3, N]``, the loads of these ranks. Unused entries are 0."""
 
 
 @kernel
 def top_ranks_of(load_RN: Float32) -> TopRanks:
-    """Return the ``TopRanks`` of the rank loads, float32 ``[R, N]``. The result shares the array."""
+    """Return the ``TopRanks`` for rank loads, float32 ``[R, N]``. The result keeps a reference to this array."""
     ranks, episodes = load_RN.shape
     load_NR = np.empty((episodes, ranks), dtype=np.float32)
     for r in range(ranks):
@@ -252,7 +252,7 @@ def top_ranks_of(load_RN: Float32) -> TopRanks:
 
 @kernel
 def _find_top_ranks(load_NR: Float32, rank_KN: Int32, peak_KN: Float32, n: int) -> None:
-    """Find the three hottest ranks of episode ``n``. Of equally hot ranks, the lower number comes first."""
+    """Store the three hottest ranks of episode ``n``. If ranks are equally hot, the lower number comes first."""
     ranks = load_NR.shape[1]
     first = ranks
     second = ranks
@@ -322,7 +322,7 @@ def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, cha
 def peak_of_two_changed(
     top: TopRanks, share_N: Float32, rank_a: int, rank_b: int, load_a_N: Float32, load_b_N: Float32
 ) -> float:
-    """Return the PAR after a change of two ranks' loads: the weighted mean of the episodes' peak loads.
+    """Return the PAR after two ranks' loads change: the weighted mean of the episodes' peak loads.
 
     Parameters
     ----------

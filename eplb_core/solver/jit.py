@@ -1,19 +1,20 @@
 """Numba settings for all kernels of the solver, and their on-disk cache.
 
-Floating-point sums may be reassociated and fused, so that they compile to SIMD code, but infinities and NaN keep their
-meaning. Results do not depend on the number of threads, so the same seed always gives the same result.
+Floating-point sums may be reassociated and fused so that they compile to SIMD code, but infinities and NaN are handled
+as usual. Results do not depend on the number of threads, so the same seed always gives the same result.
 
 Kernels release the GIL and are cached on disk, next to the sources if that folder is writable and otherwise in numba's
-folder in the user's cache directory (``$XDG_CACHE_HOME``). Set ``NUMBA_CACHE_DIR`` to use another folder. If no folder
-is writable, every process compiles the kernels again.
+folder in the user's cache directory (``$XDG_CACHE_HOME``). Set ``NUMBA_CACHE_DIR`` to use a different folder. If no
+folder is writable, every process recompiles the kernels.
 
 Three rules keep compile times low:
 
-- Code that runs only a few times per layer is plain Python that calls kernels. Numba would compile a kernel again into
-  each kernel that calls it.
+- Code that runs only a few times per layer is plain Python that calls kernels. If a kernel called them instead, numba
+  would compile them again as part of that kernel.
 - Kernels use loops instead of whole-array assignments, sums and comparisons, which take numba up to two seconds each to
   compile.
-- Callers always pass the same type for an argument of a kernel, because numba compiles a version for each type.
+- Callers always pass the same type for a given kernel argument, because numba compiles a separate version for each
+  type.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def kernel(function: Function) -> Function:
-    """Compile ``function`` on its first call. It runs on one thread, without the GIL."""
+    """Return a kernel that numba compiles on its first call. It runs on one thread and releases the GIL."""
     return _compile(function, {})
 
 
 def part(function: Function) -> Function:
-    """Compile ``function`` as a kernel that numba inlines into the kernels that call it.
+    """Return a kernel that numba inlines into the kernels that call it.
 
-    Use it for functions that run for about 50 ns, because a call takes another 50 ns. Numba inlines the statements
-    before it compiles the caller. The function gets its own compiled version only if Python calls it directly.
+    Use it for functions that take only about 50 ns, because a call would add another 50 ns. Numba inlines the
+    statements before it compiles the caller. The function gets its own compiled version only if Python calls it
+    directly.
     """
     return _compile(function, {"inline": "always"})
 
@@ -107,7 +109,7 @@ def _compile(function: Function, extra_options: dict[str, Any]) -> Function:
         try:
             index: dict[Any, str] = load_index()
         except (AttributeError, ImportError):
-            # Another version of this package wrote the index, with types that no longer exist.
+            # A different version of this package wrote the index, with types that no longer exist.
             return {}
         return index
 

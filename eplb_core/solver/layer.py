@@ -1,10 +1,10 @@
 """Decision for one layer: keep it, change its tables, improve its placement, or place it from scratch.
 
-Heat changes more from one window to the next than solvers differ on any one window, and moves that chase a burst gain
+Heat varies more from one window to the next than solvers differ on any single window, and moves that chase a burst gain
 nothing. Every action is therefore fitted to the older half of the window and judged on the newer half (hold-out
-validation). The hold-out shows, per layer, which action pays off and at which price per move. The recommended action
-is then repeated on the whole window and compared with keeping the layer. FlashLB, by contrast, applies whatever fits
-its window best.
+validation). The hold-out shows, per layer, which action pays off, and at what price per move. The recommended action is
+then repeated on the whole window and compared with keeping the layer. FlashLB, by contrast, applies whatever fits its
+window best.
 
 References
 ----------
@@ -55,22 +55,23 @@ from eplb_core.solver.window import Forecast, choose_forecast, forecast_heat, ha
 _PRICE_LADDER = np.array([64.0, 32.0, 16.0, 8.0, 4.0])
 """Prices per move that the local search tries, as multiples of the true price, highest first.
 
-One search produces a placement for every price and ends sooner if the lowest price is higher. Lower prices are rarely
-chosen: with a ladder down to the true price, only one of 56 changes on drift used less than 4. For the effect of the
-ladder see ``docs/research/solver.md``.
+One search produces a placement for every price. The higher the lowest price, the sooner it ends. Lower prices are
+rarely chosen: with a ladder down to the true price, only one of 56 changes on drift used a multiple below 4. The effect
+of the ladder is described in ``docs/research/solver.md``.
 """
 
 _MAX_SEARCH_GAIN = 0.15
-"""Largest fraction of a greedy placement's avoidable imbalance (its PAR - 1 on the newer half) that the full search
-from scratch is expected to remove. It rarely removes more, except above ``_MAX_HEAVY_SHARE``."""
+"""Maximum fraction of a greedy placement's avoidable imbalance (its PAR - 1 on the newer half) that the full search
+from scratch is expected to remove. It rarely removes more, unless heavy replicas receive more than ``_MAX_HEAVY_SHARE``
+of the tokens."""
 _HEAVY_LOAD = 3.0
 """Load, in units of the mean slot load, above which a replica is heavy."""
 _MAX_HEAVY_SHARE = 0.25
 """Fraction of all tokens on heavy replicas above which a greedy placement is a poor estimate.
 
-The estimate assumes an even split of such experts, but tables and swaps find better placements. On drift and bursts
-(256 experts, 32 ranks x 9 slots) the fraction is at most 0.18 in nine of ten layers, so few layers are searched in
-vain.
+The estimate assumes that such experts are split evenly, but tables and swaps find better placements. On drift and
+bursts (256 experts, 32 ranks x 9 slots), the fraction is at most 0.18 in nine of ten layers, so few layers are searched
+unnecessarily.
 """
 
 
@@ -93,14 +94,14 @@ class LayerResult:
     crosses
         Fraction of the tokens that leave their source's node after the change.
     optimism
-        Increase of the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
+        Increase in the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
         ``None`` without a hold-out.
     trimmed
         True if the heat is bursty and the forecast used each expert's trimmed mean.
     recommendation
         Recommendation that the next decision may follow without a hold-out.
     held
-        The recommended candidate as it was fitted to the older half of the episodes; ``None`` without a hold-out.
+        The recommended candidate, fitted to the older half of the episodes; ``None`` without a hold-out.
     """
 
     found: Candidate
@@ -116,7 +117,7 @@ class LayerResult:
 
 
 class _HoldoutResult(NamedTuple):
-    """The action to repeat on the whole window, with the figures of the hold-out."""
+    """The action to repeat on the whole window, with the figures from the hold-out."""
 
     action: int
     """``KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``."""
@@ -151,9 +152,10 @@ def solve_layer(
         float64 ``[H]``, candidate half-lives of the forecast in episodes. The hold-out chooses among them; the first is
         the default and is used if the window is too short for a hold-out.
     min_gain
-        PAR that a change must gain on the window after paying for its moves.
+        Minimum PAR improvement on the window, net of the cost of the moves.
     unplaced
-        True if the deployed placement was not made for any heat. The layer is then placed from scratch at any price.
+        True if the deployed placement was not based on heat. The layer is then placed from scratch whatever the moves
+        cost.
     recommendation
         Recommendation of the previous decision, to be followed without a hold-out; ``None`` to run one.
     """
@@ -182,8 +184,9 @@ def solve_layer(
     result = _result(candidate, action, current, window, deployed, params, forecast)
     result = replace(result, optimism=choice.optimism, held=choice.candidate)
     # A recommendation is followed once, and the decision after that runs its own hold-out. On drift (``make
-    # bench-decide``), this moves 382 slots per window at a PAR of 1.194 (20 seeds). Never following one moves about 331
-    # at 1.204, and following it three times moves 410 at 1.185 (10 seeds each).
+    # bench-decide``), this moves 382 slots per window and reaches a PAR of 1.194 (20 seeds). Without recommendations,
+    # about 331 slots are moved and the PAR is 1.204. If each one is followed three times, 410 slots are moved and the
+    # PAR is 1.185 (10 seeds each).
     may_follow = recommendation is None and action == LOCAL and not forecast.trimmed and slot_price != 0
     if may_follow and choice.optimism is not None:
         next_recommendation = Recommendation(choice.price / slot_price, choice.optimism)
@@ -192,7 +195,7 @@ def solve_layer(
 
 
 def _forecast_for(window: Episodes, half_life_H: Float64, params: SearchParams, unplaced: bool) -> Forecast:
-    """Choose the forecast of the heat; the first half-life is the default if the window is too short to choose."""
+    """Choose the heat forecast. If the window is too short for a choice, use the first half-life."""
     if window.share_N.shape[0] >= MIN_EPISODES:
         forecast = choose_forecast(window, half_life_H, params.options.trimmed_mean)
         # A first placement uses the whole window, except on bursty heat.
@@ -239,7 +242,7 @@ def _apply(
 ) -> tuple[Candidate, int]:
     """Repeat the recommended action on the whole window; fall back to new tables, and then to keeping the layer.
 
-    A candidate is accepted if its PAR plus the price of its moves improves on the deployed PAR by ``min_gain``.
+    A candidate is accepted if its PAR plus the price of its moves is more than ``min_gain`` below the deployed PAR.
 
     Returns
     -------
@@ -255,7 +258,8 @@ def _apply(
             phy2log_RS = layer.deployed.phy2log_RS
             if action == LOCAL:
                 price_K = move_prices(slot_price, params)
-                # The tolerance is for rounding: ``price`` may have been stored as a multiple of the slot price.
+                # The tolerance absorbs rounding errors, because ``price`` may have been stored as a multiple of the
+                # slot price.
                 phy2log_RS = _first_change(layer, params, price_K[price_K <= price * (1 + 1e-9)])
             candidate = with_tables(phy2log_RS, layer, params)
         if candidate.par + slot_price * candidate.moves < limit:
@@ -266,8 +270,8 @@ def _apply(
 def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     """Search locally at each price, highest first, and return the first placement that differs from the deployed one.
 
-    Lower prices are needed because, on the whole window, no move may be worth the recommended one. If no price leads to
-    a change, the deployed placement is returned.
+    Lower prices are needed because, on the whole window, it is possible that no move is worth the recommended price. If
+    no price leads to a change, the deployed placement is returned.
     """
     deployed_RS = layer.deployed.phy2log_RS
     improved_KRS = improved(layer, params, price_K, 2)
@@ -293,19 +297,19 @@ def _holdout(
     - its cost is lower by more than ``min_gain``;
     - its gain over keeping the layer exceeds the price of its moves by ``sureness`` standard errors.
 
-    If gains do not last, a local search that charges more than the true price stops at the moves whose gains do.
-    Several prices are therefore searched, and ``_shortlist_prices`` leaves at most two to be judged here. A placement
-    from scratch takes the most CPU. It is skipped only if ``_least_fresh_cost`` shows that it cannot replace the best
-    action. It is tried even if no cheaper action was accepted: on a plateau, where no single move helps, only a
-    placement from scratch can bring a gain.
+    If most gains do not last, a local search with a price above the true one makes only the moves whose gains do.
+    Several prices are therefore searched, and ``_shortlist_prices`` selects at most two of them to be judged here. A
+    placement from scratch takes the most CPU. It is skipped only if ``_least_fresh_cost`` shows that it cannot replace
+    the best action. It is tried even if no cheaper action was accepted: on a plateau, where no single move helps, only
+    a placement from scratch can improve the layer.
 
     Examples
     --------
-    Let ``min_gain`` be 0.01 and let the deployed placement have a PAR of 1.30 on the newer half. New tables bring it to
-    1.28, at no moves. A local search has a PAR of 1.15 on the older half and 1.20 on the newer half, and its moves cost
-    0.03. Its cost of 1.23 is below 1.28 - 0.01. If its gain of 0.10 also exceeds 0.03 by enough standard errors, the
-    local search is recommended with an optimism of 0.05. A placement from scratch is tried as well if its least cost is
-    below 1.22.
+    Let ``min_gain`` be 0.01 and let the deployed placement have a PAR of 1.30 on the newer half. New tables lower it to
+    1.28 without any moves. A local search has a PAR of 1.15 on the older half and 1.20 on the newer half, and its moves
+    cost 0.03. Its cost of 1.23 is below 1.28 - 0.01. If its gain of 0.10 also exceeds 0.03 by enough standard errors,
+    the local search is recommended with an optimism of 0.05. A placement from scratch is also tried if its estimated
+    lowest cost is below 1.22.
     """
     fit = Layer(forecast_heat(older, forecast, 1.0), deployed)
     newer_EN, share_N = newer
@@ -314,7 +318,7 @@ def _holdout(
     best_cost = mean_peak(current_N, share_N)
     best = _HoldoutResult(KEEP, slot_price, 0.0, current)
 
-    # A generator, because the results so far determine whether a placement from scratch is made at all.
+    # This is a generator, because the results so far determine whether a placement from scratch is made at all.
     def candidates() -> Iterator[tuple[int, float, Candidate]]:
         yield TABLES, slot_price, with_tables(deployed.phy2log_RS, fit, params)
         if params.local_search_steps > 0:
@@ -338,11 +342,11 @@ def _holdout(
 def _shortlist_prices(
     fit: Layer, newer: Episodes, params: SearchParams, slot_price: float, min_gain: float
 ) -> list[tuple[float, Int32]]:
-    """Return up to two prices for the local search that gain more than ``min_gain`` on the newer half.
+    """Return up to two local-search prices whose placements gain more than ``min_gain`` on the newer half.
 
-    The first has the lowest cost. The second is the highest price with a sufficient gain, whose search moves the fewest
-    slots; it is left out if both searches end in the same placement. The costs here assume that tokens are split evenly
-    (or by step), because solving tables for every price would take as long as the search.
+    The first price has the lowest cost. The second is the highest price with a sufficient gain, which moves the fewest
+    slots. It is omitted if both prices lead to the same placement. Costs are computed for an even (or stepwise) split,
+    because solving tables for every price would take as long as the search.
 
     Returns
     -------
@@ -374,7 +378,7 @@ def _shortlist_prices(
 def _least_fresh_cost(fit: Layer, newer: Episodes, params: SearchParams, slot_price: float) -> float:
     """Return the lowest cost on the newer half that a placement from scratch is expected to reach.
 
-    The estimate uses a greedy placement, which takes a tenth of the search's CPU time. If too many tokens are on heavy
+    The estimate uses a greedy placement, which needs a tenth of the search's CPU time. If too many tokens are on heavy
     replicas, a perfect balance is assumed instead. On drift and bursts (256 experts, 32 ranks x 9 slots), 2 % of the
     layers are then searched from scratch.
     """
@@ -390,7 +394,7 @@ def _least_fresh_cost(fit: Layer, newer: Episodes, params: SearchParams, slot_pr
 def _without_tables(
     phy2log_RS: Int32, newer: Episodes, deployed: LayerLayout, params: SearchParams
 ) -> tuple[float, int]:
-    """Return the PAR on the newer half if tokens are split evenly (or by step), and the number of moves."""
+    """Return the PAR on the newer half under an even (or stepwise) split, and the number of moves."""
     _, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
     tables = STEPWISE if params.tables == STEPWISE else EVEN
     return par_on(Candidate(phy2log_RS, deployed.log2phy_GE, 0.0, 0), newer, deployed, tables), moves

@@ -4,9 +4,9 @@ An exchange turns a replica of one expert into a replica of another. The objecti
 which depends only on the ranks' risks, plus a price for every slot that differs from the deployed placement.
 
 Each step finds the hottest rank and applies the change that reduces the pressure most, on the scale that the current
-risks define. Because this scale follows the risks, a single step may raise the smooth peak. It pays to continue from
-there: if such steps are undone, placements of 256 experts on 32 ranks x 9 slots get up to 1.1 % hotter (phased and
-bursty heat, seeds 1 and 2). The search returns the best placement it visited, which is never worse than the start.
+risks define. Because this scale follows the risks, a single step may raise the smooth peak. Continuing from there pays
+off: if such steps are undone, placements of 256 experts on 32 ranks x 9 slots end up to 1.1 % hotter (phased and bursty
+heat, seeds 1 and 2). The search returns the best placement it visited, which is never worse than the start.
 
 The method is a standard one; the implementation is this project's own.
 
@@ -33,13 +33,13 @@ from eplb_core.solver.model import Bool, Float32, Float64, Heat, Int32, set_plac
 from eplb_core.solver.swaps import MIN_RELIEF, best_swap, lay_out, swap, swaps_of
 
 FRUITLESS = 5
-"""Number of steps without a new cheapest placement after which a search with a price on moves ends.
+"""A search with a move price ends after more than this number of steps without a new cheapest placement.
 
 On drift (``make bench-decide``, ten seeds), 3, 5 and 8 steps realise the same PAR. With 12 steps the search takes 1.7
 times as long.
 """
 EXCHANGES = 4
-"""Interval, in steps, at which a search with a price on moves looks for an exchange before a swap.
+"""Interval, in steps, at which a search with a move price looks for an exchange even if a swap is available.
 
 Finding an exchange takes 2.5 times as long as finding a swap on 32 ranks x 9 slots, and 6 times as long on 1,024 x 2.
 """
@@ -57,8 +57,8 @@ def local_search(
 ) -> Int32:
     """Search downhill and return, for each price, the placement with the lowest smooth peak + price * moved slots.
 
-    A swap fills two slots and an exchange one. If moves have a price, the search looks for an exchange first in one of
-    ``EXCHANGES`` steps. It prefers the exchange if that gains more per slot than the best swap.
+    The search looks for an exchange if no swap helps. If moves have a price, it also does so every ``EXCHANGES`` steps.
+    A swap fills two slots and an exchange only one, so it then prefers the exchange if that gains more per slot.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def local_search(
         hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
         gainer_slot = -1
         if exchanges and (hot_slot < 0 or (frugal and step % EXCHANGES == 0)):
-            # A swap fills two slots and an exchange one, so half the relief is enough.
+            # A swap fills two slots and an exchange only one, so half the relief is enough.
             bound = max(0.5 * swap_relief, MIN_RELIEF)
             gainer_slot, loser_rank, loser_slot, _ = _best_exchange(
                 assignment, heat, smooth_max, hot, z, bound
@@ -300,7 +300,7 @@ def _lay_out_burdens(
     burden_P: Float32,
     burden_E: Float32,
 ) -> None:
-    """Compute by how much the pressure of each slot's rank rises if the slot's expert loses a replica elsewhere.
+    """Compute how much the pressure on each slot's rank rises if the slot's expert loses a replica on a different rank.
 
     Parameters
     ----------
@@ -317,9 +317,9 @@ def _lay_out_burdens(
     gainer_share
         Fraction of the gainer's tokens that each of its replicas receives after the exchange.
     burden_P
-        float32 ``[P]``, receives the increase for each slot.
+        float32 ``[P]``, output: the increase for each slot.
     burden_E
-        float32 ``[E]``, receives the sum over the slots of each expert.
+        float32 ``[E]``, output: the sum over the slots of each expert.
     """
     zero = np.float32(0.0)
     ranks, slots = assignment.phy2log_RS.shape

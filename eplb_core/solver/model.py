@@ -1,8 +1,8 @@
 """Array types, search parameters and the solver's inputs and outputs for one layer.
 
 The capital letters at the end of a variable name are its dimensions: L layers, N episodes, E experts, R ranks, S slots
-per rank, P physical slots of all ranks, G sources (token groups), V sources that are each one entry of a dealing table.
-A digit is a fixed length.
+per rank, P physical slots on all ranks, G sources (token groups), V sources that each represent one entry of a dealing
+table. A digit stands for a dimension of fixed length.
 
 Many kernels share these parameters:
 
@@ -52,21 +52,21 @@ EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
 - ``DEALT``: each source has a dealing table, which names several replicas per expert that its tokens use in turn.
 """
 STEPWISE = 4
-"""The host splits the tokens of every step so that the hottest rank is as cool as possible in that step; see
-``stepwise``. A further value of ``SearchParams.tables``."""
+"""Value of ``SearchParams.tables`` for hosts that split every step's tokens so that the hottest rank is as cool as
+possible in that step; see ``stepwise``."""
 CHOSEN = (SOLVED, DEALT)
 """Splits whose tables the solver chooses."""
 KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
 """Actions for a layer: keep it, change its tables, improve its placement by local search, or place it from scratch."""
 _BLOCK = 16
-"""Experts per block in the computation of the covariance."""
+"""Number of experts per block when the covariance is computed."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """Switches and constants of the method, used to measure the effect of each component.
 
-    Planning uses the defaults. Users cannot set them.
+    Planning always uses the defaults; users cannot change them.
     """
 
     episodes: int = 64
@@ -79,7 +79,7 @@ class SearchOptions:
     warm: bool = True
     """Start from the deployed placement and charge for moves; if False, place all selected layers from scratch."""
     volatility: bool = True
-    """Keep a layer if its PAR can be explained by the volatility of its experts' heat on balanced ranks."""
+    """Keep a layer if its PAR is no higher than volatile heat would cause on perfectly balanced ranks."""
     tree_search: bool = True
     """Search replica counts and placement jointly in small layers; if False, choose replica counts greedily."""
     annealing: bool = True
@@ -89,7 +89,7 @@ class SearchOptions:
     solve_tables: bool = True
     """Choose tables from the measured source heat; if False, use the engines' fixed rule."""
     table_swaps: bool = True
-    """Swap experts once more, at the token shares that result from the solved tables."""
+    """Swap experts once more, under the token shares that result from the solved tables."""
     trimmed_mean: bool = True
     """Use each expert's trimmed mean, which is its heat between bursts, if that gives a better forecast; see
     ``window.Forecast``."""
@@ -99,7 +99,7 @@ class SearchOptions:
     """Number of standard errors by which the gain on the newer half must exceed the cost of the moves. With 0 the mean
     gain decides."""
     price_ladder: bool = True
-    """Try prices per move above the true price on the older half, so that only lasting gains are bought."""
+    """Try prices per move above the true price on the older half, so that only moves with lasting gains are made."""
 
 
 class Recommendation(NamedTuple):
@@ -112,14 +112,14 @@ class Recommendation(NamedTuple):
 
 
 class SearchParams(NamedTuple):
-    """Effort and weights of one layer's search. By default replica counts and placement are greedy only."""
+    """Effort and weights of one layer's search. By default, replica counts and placement are chosen greedily."""
 
     z: float = 0.0
     """Weight of the standard deviation in a rank's risk."""
     move_price: float = 0.0
     """Gain required to move every slot of the layer, as a fraction of the layer's PAR."""
     tree_leaves: int = 0
-    """Number of leaves of the tree search that are searched further; 0 for greedy replica counts."""
+    """Number of tree-search leaves that are searched further; 0 for greedy replica counts."""
     local_search_steps: int = 0
     """Maximum number of steps of a local search; 0 for no local search."""
     annealing_tries: int = 0
@@ -127,8 +127,8 @@ class SearchParams(NamedTuple):
     tables: int = RULE
     """Split of the tokens: ``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``."""
     width: int = 1
-    """Entries of a dealing table per expert, D. Each entry is a source: entry ``k`` of source ``g`` is number
-    ``g*D + k``."""
+    """Number of dealing-table entries per expert, D. Each entry counts as a source: entry ``k`` of source ``g`` is
+    source ``g*D + k``."""
     step_tries: int = 0
     """Number of tries of the placement search for stepwise splits; 0 for no such search."""
     seed: int = 0
@@ -137,7 +137,7 @@ class SearchParams(NamedTuple):
     """Switches and constants of the method."""
 
     def slot_price(self, phy2log_RS: Int32, par: float = 1.0) -> float:
-        """Return the gain, in PAR, that one moved slot must bring.
+        """Return the minimum PAR improvement per moved slot.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ class SearchParams(NamedTuple):
 
 
 class LayerLayout(NamedTuple):
-    """Placement and tables of one layer, with the origin of its tokens."""
+    """Placement and tables of one layer, with the sources of its tokens."""
 
     phy2log_RS: Int32
     """int32 ``[R, S]``, placement."""
@@ -176,7 +176,7 @@ class LayerLayout(NamedTuple):
 
 
 class Episodes(NamedTuple):
-    """Heat of one layer by episode, normalised to a mean rank load of 1 in each episode: enough to judge placements."""
+    """Heat of one layer by episode, normalised to a mean rank load of 1; it suffices for judging placements."""
 
     scaled_EN: Float32
     """float32 ``[E, N]``, normalised heat."""
@@ -185,7 +185,7 @@ class Episodes(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """Normalised heat of one layer with its mean and covariance, which searching needs in addition."""
+    """Normalised heat of one layer with its mean and covariance, which the search also needs."""
 
     scaled_EN: Float32
     """float32 ``[E, N]``, normalised heat."""
@@ -255,7 +255,7 @@ def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
 
 
 def episodes_of(heat_NE: Float64, ranks: int) -> Episodes:
-    """Normalise the tokens by episode, float64 ``[N, E]``, with equal weights.
+    """Normalise the tokens of each episode, float64 ``[N, E]``, and give all episodes equal weights.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def episodes_of(heat_NE: Float64, ranks: int) -> Episodes:
 
 
 def heat_of(heat_NE: Float64, ranks: int) -> Heat:
-    """Normalise the tokens by episode, float64 ``[N, E]``, with equal weights, and compute mean and covariance."""
+    """Normalise the tokens of each episode, float64 ``[N, E]``, weight all equally, and compute mean and covariance."""
     return with_covariance(*episodes_of(heat_NE, ranks))
 
 
@@ -279,7 +279,7 @@ def heat_of(heat_NE: Float64, ranks: int) -> Heat:
 def set_row(row: Int32 | Float32, values: Int32 | Float32) -> None:
     """Copy ``values`` into ``row``.
 
-    Numba would compile ``row[:] = values`` together with an error message that can never occur, which takes a second.
+    With ``row[:] = values``, numba would spend a second compiling an error message that can never occur.
     """
     for i in range(row.shape[0]):
         row[i] = values[i]

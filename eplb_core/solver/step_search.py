@@ -1,10 +1,10 @@
 """Simulated annealing of a placement for hosts that split every step's tokens optimally (``STEPWISE``).
 
-Under an optimal split, it does not matter how evenly the experts' means spread over the ranks. The limit is set by the
-ranks that share replicas: a set of ranks is overloaded if its experts have no replica outside the set. The search
-therefore treats each step of the window as a scenario. It keeps the optimal split of every scenario (``stepwise``) and
-the tight set of ranks that proves it. A change can lower the objective only if it moves heat out of tight sets, so most
-changes are rejected after a look at the tight sets, without solving any scenario.
+Under an optimal split, it does not matter how evenly the experts' mean heat is spread over the ranks. What matters is
+which ranks share replicas: a set of ranks can be overloaded by experts that have no replica outside the set. The search
+therefore treats each step of the window as a scenario. For every scenario, it maintains the optimal split
+(``stepwise``) and the tight set of ranks that proves its optimality. A change can lower the objective only if it moves
+heat out of tight sets. Checking the tight sets therefore suffices to reject most changes, without solving any scenario.
 
 References
 ----------
@@ -33,21 +33,22 @@ from eplb_core.solver.model import (
 from eplb_core.solver.stepwise import Replicas, level, replicas_in, split_evenly
 
 _FIRST_TEMPERATURE = 3e-4
-"""Temperature of the first try, as a peak-to-average ratio (PAR)."""
+"""Temperature of the first try, in units of the peak-to-average ratio (PAR)."""
 _LAST_TEMPERATURE = 3e-6
-"""Temperature of the last try, as a PAR."""
+"""Temperature of the last try, in units of the PAR."""
 _REPLACE_PERCENT = 50
-"""Percentage of tries that replace a spare replica by another expert; the rest swap two experts."""
+"""Percentage of tries that replace a spare replica by a different expert; the rest swap two experts."""
 _MAX_SCENARIOS = 32
-"""Maximum number of steps used as scenarios. On 256 experts, 64 steps lower the PAR of the next window by 0.3 %, but
+"""Maximum number of steps used as scenarios. With 256 experts, 64 steps lower the PAR on the next window by 0.3 %, but
 the search takes twice as long."""
 _STRESS = 1.5
-"""Factor on the difference between a scenario and the mean heat. A placement that is perfect on the observed steps has
-no room for other steps: with a factor of 1, the PAR of the next window of recorded routing is up to 1 % higher."""
+"""Factor by which a scenario's deviation from the mean heat is amplified. A placement that is perfect for the observed
+steps has no headroom for other steps: with a factor of 1, the PAR on the next window of recorded routing is up to 1 %
+higher."""
 
 
 class _Change(NamedTuple):
-    """A change of one slot, or a swap of two slots on different ranks."""
+    """A change to one slot, or a swap of two slots on different ranks."""
 
     incoming: int
     """Expert that the target slot receives."""
@@ -98,7 +99,7 @@ def searched_for_steps(
     home_ER
         bool ``[E, R]``, ranks that hold each expert in the current layout.
     price_K
-        float64 ``[K]``, PAR that each moved slot must gain, highest price first.
+        float64 ``[K]``, minimum PAR improvement per moved slot, highest price first.
     params
         Search parameters: ``step_tries`` and ``seed`` are used.
 
@@ -122,7 +123,7 @@ def _step_search(
     tries: int,
     seed: int,
 ) -> Int32:
-    """Anneal at the last price; for each price, return the cheapest placement met on the path, ``[K, R, S]``."""
+    """Anneal at the last price and return the cheapest placement visited for each price, int32 ``[K, R, S]``."""
     ranks, slots = phy2log_RS.shape
     experts = scaled_EN.shape[0]
     current_RS = phy2log_RS.copy()
@@ -184,11 +185,11 @@ def _solve_changed(
 ) -> float:
     """Return the PAR after a change and write the new splits into ``trial``.
 
-    Each scenario starts from its current split. The solve stops early and returns more than ``bound`` as soon as the
-    result must exceed it.
+    Each scenario starts from its current split. As soon as the result is certain to exceed ``bound``, the function
+    stops and returns a value above ``bound``.
     """
     ranks = current.load_NR.shape[1]
-    # A level is at least 1, so the weight of the unsolved scenarios bounds their part of the PAR from below.
+    # A level is at least 1, so the weight of the unsolved scenarios is a lower bound on their contribution to the PAR.
     unsolved = 0.0
     for n in range(share_N.shape[0]):
         unsolved += share_N[n]
@@ -252,7 +253,7 @@ def _holds(phy2log_RS: Int32, rank: int, expert: int) -> bool:
 
 @kernel
 def _extra_moves(home_ER: Bool, change: _Change) -> int:
-    """Return the moves that a change adds, net of the moves that it makes unnecessary."""
+    """Return the number of moves that a change adds, minus the number that it makes unnecessary."""
     incoming = change.incoming
     outgoing = change.outgoing
     moves: int = np.int64(home_ER[outgoing, change.target_rank]) - np.int64(
@@ -303,7 +304,7 @@ def _may_improve(
 def _is_confined(replicas: Replicas, tight_R: Bool, expert: int, from_rank: int, to_rank: int) -> bool:
     """Return True if all replicas of an expert are in a set of ranks after one of them moves.
 
-    The move is from ``from_rank`` to ``to_rank``. Either may be -1, for a replica that is only added or only removed.
+    The move is from ``from_rank`` to ``to_rank``. Either may be -1 if a replica is only added or only removed.
     """
     if to_rank >= 0 and not tight_R[to_rank]:
         return False
@@ -325,7 +326,7 @@ def _set_slots(current_RS: Int32, change: _Change, target_expert: int, swap_expe
 
 @kernel
 def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: _Change) -> None:
-    """Turn the split before a change into a nearby split that is valid after it, in place."""
+    """Adapt the split from before a change in place, so that it is valid after the change."""
     receiving_slot = change.swap_slot
     new_flow = 0.0
     if change.swap_rank >= 0:
@@ -343,12 +344,12 @@ def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: _Cha
 
 
 def _scenarios_of(heat: Heat) -> tuple[Float32, Float32]:
-    """Select up to 32 evenly spaced steps and increase their distance from the mean heat.
+    """Select up to 32 evenly spaced steps and amplify their deviation from the mean heat.
 
     Returns
     -------
     tuple of Float32 and Float32
-        ``[E, N]`` heat of each scenario, with the step's total unchanged, and ``[N]`` weights.
+        Heat of each scenario, ``[E, N]``, with the step's total unchanged, and the weights, ``[N]``.
     """
     busy_N = np.flatnonzero(heat.share_N > 0)
     count = min(len(busy_N), _MAX_SCENARIOS)

@@ -1,11 +1,13 @@
 """Optimal split of one step's tokens over the replicas of their experts: a small max-flow problem, solved exactly.
 
-All ranks are brought down to a common level. A rank above the level passes tokens of an expert to another rank that
-holds the expert. That rank may in turn pass on tokens of another expert, so tokens move along chains of replicas.
+The algorithm brings all ranks down to a common level. A rank above the level passes tokens of an expert to another rank
+that holds the expert. That rank may in turn pass on tokens of a different expert, so tokens move along chains of
+replicas.
 
 Sometimes no rank above the level can reach a rank below it. The ranks reached so far, the *tight set*, then hold no
-tokens that a rank outside the set could process. Their mean load is a lower bound, and the level is raised to it. The
-final level is the optimum of the linear program ``min max_r load_r`` over all splits, and the last tight set proves it.
+tokens that a rank outside the set could process. Their mean load is a lower bound on the level, which is raised to it.
+The final level is the optimum of the linear program ``min max_r load_r`` over all splits, and the last tight set proves
+it.
 
 References
 ----------
@@ -26,7 +28,7 @@ from eplb_core.solver.tables import slots_by_expert
 _TOLERANCE = 1e-7
 """Excess over the level that counts as rounding, as a fraction of the mean rank load."""
 _ROUNDING = 1e-6
-"""Flow of a slot that counts as zero, as a fraction of the mean rank load. Applies to fractional tokens."""
+"""Maximum flow of a slot that counts as zero, as a fraction of the mean rank load. It matters for fractional tokens."""
 _NO_HOT_RANK = -2
 """Result of ``_reach`` if no rank is above the level."""
 _NO_COOL_RANK = -1
@@ -183,7 +185,8 @@ def _reach(
     Returns
     -------
     int
-        The rank; ``_NO_HOT_RANK`` or ``_NO_COOL_RANK`` if there is no such chain.
+        The rank; ``_NO_HOT_RANK`` if no rank is above the target, or ``_NO_COOL_RANK`` if no rank below it can be
+        reached.
     """
     ranks = load_R.shape[0]
     if not _any_above(load_R, target + tolerance):
@@ -224,7 +227,7 @@ def _reach(
 
 @part
 def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool_rank: int, target: float) -> None:
-    """Move tokens along the chain that ends at ``cool_rank``, up to the capacity of the chain's weakest link."""
+    """Move tokens along the chain that ends at ``cool_rank``, limited by the smallest flow on the chain."""
     amount = target - load_R[cool_rank]
     rank = cool_rank
     while replicas.from_slot_R[rank] >= 0:
@@ -273,7 +276,7 @@ def loads_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: 
     phy2log_LRS
         int32 ``[L, R, S]``, placement.
     whole
-        True to keep tokens whole; ``heat_NLE`` must then hold whole numbers.
+        True to keep tokens whole; ``heat_NLE`` must then contain whole numbers.
     """
     layers, ranks, slots = phy2log_LRS.shape
     rows, _, experts = heat_NLE.shape
@@ -295,7 +298,7 @@ def slots_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: 
     """Return each slot's tokens under the optimal split of each step, float64 ``[N, L, R*S]``.
 
     Several splits can be optimal. This one starts from even splits and moves only the tokens that the hottest ranks
-    must pass on. Its sums per rank are those that ``loads_by_step`` returns.
+    must pass on. Its sums per rank equal the result of ``loads_by_step``.
 
     Parameters
     ----------
@@ -304,7 +307,7 @@ def slots_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: 
     phy2log_LRS
         int32 ``[L, R, S]``, placement.
     whole
-        True to keep tokens whole; ``heat_NLE`` must then hold whole numbers.
+        True to keep tokens whole; ``heat_NLE`` must then contain whole numbers.
     """
     layers, ranks, slots = phy2log_LRS.shape
     rows, _, experts = heat_NLE.shape

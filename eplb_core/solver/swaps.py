@@ -1,7 +1,7 @@
-"""Swaps of two experts between the hottest rank and another rank: precompute, judge and apply.
+"""Swaps of two experts between the hottest rank and any other rank: precompute, judge and apply.
 
-The search judges all possible swaps at every step. The values that these judgements share are therefore kept between
-steps, one array entry per slot, so that the loops over thousands of slots compile to SIMD code.
+The search judges all possible swaps at every step, so it keeps the values that they have in common between steps. These
+are stored as arrays with one entry per slot, so that the loops over thousands of slots compile to SIMD code.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat
 
 MIN_RELIEF = 1e-3
-"""Smallest reduction of the pressure that counts as progress; smaller ones are rounding errors. The hottest rank's
-pressure is 1.
+"""Smallest reduction in pressure that counts as progress; smaller ones are rounding errors. The hottest rank's pressure
+is 1.
 
-It was compared in closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat of ``make
+It was measured in closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat in ``make
 bench-solver``, seeds 1 and 2, two decisions after the first placement). Values of 1e-4 and 1e-2 give the same results,
-and 0.1 realises a PAR up to 0.8 % higher.
+and 0.1 raises the realised PAR by up to 0.8 %.
 """
 
 
 class Swaps(NamedTuple):
-    """Precomputed values of every slot that may swap with a slot of the hottest rank.
+    """Precomputed values for every slot that may be swapped with a slot of the hottest rank.
 
     All arrays except the last are float32 ``[R*S]``. The first five describe a slot's replica, and its rank without the
-    replica. They depend only on the rank's slots and loads. After a change of two ranks, only the entries of these two
-    are computed again, even if there are thousands of ranks.
+    replica. They depend only on the rank's slots and loads. After a change to two ranks, only the entries of these two
+    are recomputed, even if there are thousands of ranks.
     """
 
     share_P: Float32
@@ -44,14 +44,14 @@ class Swaps(NamedTuple):
     remaining_variance_P: Float32
     """Variance of the load of the slot's rank without the replica."""
     hot_load_P: Float32
-    """Mean load of the hottest rank with the replica added; infinite if the rank holds the expert already."""
+    """Mean load of the hottest rank with the replica added; infinite if the rank already holds the expert."""
     hot_variance_P: Float32
     """Variance of the load of the hottest rank with the replica added."""
     pressure_P: Float32
     """Current pressure of the slot's rank."""
     arrival_P: Float32
     """Variance that a given replica of the hottest rank would add to the slot's rank as it is now; infinite if the rank
-    holds the expert already."""
+    already holds the expert."""
     scratch_P: Float32
     """Working space of ``best_swap``."""
     held_E: Bool
@@ -63,7 +63,7 @@ def swaps_of(assignment: Assignment, heat: Heat) -> Swaps:
     """Allocate the arrays and compute the values of all slots."""
     ranks, slots = assignment.phy2log_RS.shape
     rows = np.empty((10, ranks * slots), dtype=np.float32)
-    # Index the rows one by one: numba then knows that they are contiguous, which it does not if they are unpacked.
+    # Index the rows one by one, because numba does not recognise that unpacked rows are contiguous.
     swaps = Swaps(
         rows[0],
         rows[1],
@@ -107,7 +107,7 @@ def lay_out(assignment: Assignment, heat: Heat, swaps: Swaps, rank: int) -> None
 def best_swap(
     assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, z: float, bound: float, swaps: Swaps
 ) -> tuple[int, int, int, float]:
-    """Find the swap between ``hot`` and another rank that reduces the pressure most.
+    """Find the swap between ``hot`` and any other rank that reduces the pressure most.
 
     Parameters
     ----------
@@ -129,8 +129,8 @@ def best_swap(
     Returns
     -------
     tuple of int, int, int and float
-        Slot of ``hot``, the other rank, the slot of that rank, and the reduction of the pressure. The first three are
-        -1 if no swap exceeds ``bound``.
+        Slot on ``hot``, the other rank, the slot on that rank, and the reduction in pressure. The first three are -1 if
+        no swap exceeds ``bound``.
     """
     ranks, slots = assignment.phy2log_RS.shape
     size = ranks * slots
@@ -174,7 +174,7 @@ def best_swap(
         for p in range(size):
             scratch_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
         for p in range(size):
-            # Both ranks lose twice the covariance of the two replicas.
+            # In a swap, the load variance of both ranks drops by twice the covariance of the two replicas.
             both = two * share * scratch_P[p]
             hot_risk = hot_load_P[p] - mean + z32 * np.sqrt(max(hot_variance_P[p] + departure - both, zero))
             peer_risk = (
@@ -246,7 +246,7 @@ def swap(
     rank: int,
     slot: int,
 ) -> int:
-    """Swap the experts of two slots, each with its token share.
+    """Swap the experts in two slots; each expert keeps its token share.
 
     Parameters
     ----------

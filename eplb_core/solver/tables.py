@@ -1,11 +1,11 @@
 """Tables (``log2phy``): the replica that each source uses for each expert.
 
-Engines use a fixed rule: source ``g`` sends to replica ``g % replicas``. An expert's tokens come unevenly from the
-sources, so the fixed rule splits them unevenly. This module solves the tables together with the placement:
+Engines use a fixed rule: source ``g`` sends to replica ``g % replicas``. The sources contribute unevenly to an expert's
+tokens, so the fixed rule splits them unevenly. This module solves the tables together with the placement:
 
 1. Each source's share of each expert is assigned to the replica whose rank stays coolest, largest shares first
    (Graham's LPT).
-2. Single shares are moved off the hottest rank while that cools it (``cool``).
+2. Single shares are moved off the hottest rank as long as this cools it (``cool``).
 3. Experts are swapped between ranks together with their sources (``swap_through_tables``). For example, 32 sources
    cannot split an expert evenly over ten replicas, so the placement is adjusted to the split that the tables achieve.
 
@@ -84,12 +84,12 @@ def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> 
     sources
         Number of sources, G.
     width
-        Entries of a dealing table. Each group of ``width`` sources then represents the entries of one table.
+        Number of dealing-table entries per expert. Each group of ``width`` sources represents the entries of one table.
 
     Returns
     -------
     Int32
-        int32 ``[G, E]``. Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas. Of dealing tables, entry
+        int32 ``[G, E]``. Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas. In dealing tables, entry
         ``i`` of table ``g`` is replica ``(g + i) % k``.
 
     Examples
@@ -208,8 +208,8 @@ def _assign_shares(
 ) -> Assignment:
     """Assign each source's share of an expert to the replica whose rank stays coolest, hottest experts first.
 
-    Only the few ranks that hold the current expert change, and their loads only grow. The cost of a
-    share therefore does not depend on the number of experts.
+    Only the few ranks that hold the current expert change, and their loads only grow. The time per share therefore does
+    not depend on the number of experts.
 
     Parameters
     ----------
@@ -288,9 +288,9 @@ def cool(
     share_EG: Float32,
     z: float,
 ) -> None:
-    """Move shares off the hottest rank while both ranks involved end up cooler than the hottest rank was.
+    """Move shares off the hottest rank as long as both ranks involved end up cooler than the hottest rank was.
 
-    Each step makes the move that leaves the hotter of the two ranks coolest.
+    Each step makes the move that minimises the risk of the hotter of the two ranks.
 
     Parameters
     ----------
@@ -390,7 +390,7 @@ def _replica_scratch(first_E1: Int32) -> Float32:
 def _look_up(
     assignment: Assignment, expert: int, slot_K: Int32, load_K: Float32, variance_K: Float32, cross_K: Float32
 ) -> None:
-    """Copy the load, variance and covariance of the rank of each of an expert's replicas into ``load_K`` etc.
+    """For each replica of an expert, copy its rank's load, variance and covariance into ``load_K`` etc.
 
     They are copied once per expert and then used for all its sources.
     """
@@ -410,7 +410,7 @@ def swap_through_tables(
     z: float,
     steps: int,
 ) -> Int32:
-    """Swap experts off the hottest rank, together with their sources, while that relieves the hottest rank.
+    """Swap experts off the hottest rank, together with their sources, as long as this relieves the rank.
 
     Relief is measured on the scale of the risks before the swap, so a single swap can raise the smooth maximum. The
     caller must compare the PAR before and after.
@@ -456,9 +456,9 @@ def swap_through_tables(
 
 @kernel
 def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
-    """Update tables after replicas have changed slots within their ranks, as in ``topology.keep_slots``.
+    """Return tables updated for replicas that have changed slots within their ranks, as in ``topology.keep_slots``.
 
-    Every source keeps the rank of its replica.
+    Every source still uses the replica on the same rank.
 
     Parameters
     ----------

@@ -1,16 +1,19 @@
-"""The slowest rank's time under a cost curve, replica counts worth trying, and tables that lower it.
+"""Time of the slowest rank under a cost curve, replica counts to try, and tables that lower this time.
 
-``t_rank = floor + sum over slots with n > 0 tokens of max(read, launch + slope * n)``. Unlike tokens, time is not
-shared out: a replica that gets tokens adds the reading of its weights, one that gets none costs nothing. And it is no
-function of sums: steps are judged one by one, never several summed. A curve is float64 ``[4]``, its floor, read and
-launch in microseconds and its slope in microseconds per token.
+In each step, a rank takes ``floor + sum over slots with n > 0 tokens of max(read, launch + slope * n)``. A curve is
+float64 ``[4]``: floor, read and launch in microseconds, and slope in microseconds per token.
 
-More replicas make the longest slot shorter and the work in all longer, because each reads the weights again. So
-replicas are handed out one by one to the expert whose slots take longest, as long as that makes them clearly shorter,
-and several stages of that are tried. Tables may leave replicas unused: an expert's sources are split as evenly as they
-go over the replicas in use; then single sources, or all of a slot at once, move from a slowest rank to another
-replica, in use or not, while that lowers the mean of the slowest ranks' times. Each move is judged exactly, in every
-step.
+Unlike tokens, the total time is not constant. Every replica that receives tokens must read the expert's weights,
+whereas a replica without tokens costs nothing. Nor is time a function of token sums, so steps are judged individually
+and never summed into episodes.
+
+Additional replicas shorten the longest slot but increase the total work, because each replica reads the weights again.
+Replicas are therefore added one by one to the expert whose slots take longest, as long as this makes those slots
+clearly shorter. Placements are tried at several stages of this process.
+
+Tables may leave replicas unused. At first, each expert's sources are split as evenly as possible over the replicas in
+use. Then single sources, or all sources of a slot, are moved from one of the slowest ranks to a different replica, used
+or unused, as long as this lowers the slowest rank's mean time. Every move is judged exactly, in every step.
 """
 
 from __future__ import annotations
@@ -24,18 +27,18 @@ from eplb_core.solver.model import Bool, Float32, Float64, Int32
 from eplb_core.solver.tables import slot_shares
 
 _SHORTER = 0.95
-"""Part of a slot's time that it must come below for a further replica to be worth trying."""
+"""An additional replica is worth trying if it reduces the slot's time to less than this fraction."""
 _STAGES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
-"""Parts of the replicas handed out in all, after which placements are tried."""
+"""Fractions of all added replicas at which placements are tried."""
 _MIN_GAIN = 1e-4
-"""Part of the time below which a move is rounding, not progress."""
+"""Minimum improvement by a move, as a fraction of the time; smaller improvements are rounding errors."""
 _PATIENCE = 4
-"""Slowest ranks that are looked at before tables are left as they are."""
+"""Number of consecutive ranks without an improving move after which the search for better tables ends."""
 
 
 @part
 def _slot_us(tokens: float, read: float, launch: float, slope: float) -> float:
-    """Microseconds of one slot with so many tokens."""
+    """Return the time of one slot with the given number of tokens, in microseconds."""
     us: float = np.float32(0.0)
     if tokens > 0:
         us = max(read, launch + slope * tokens)
@@ -44,9 +47,18 @@ def _slot_us(tokens: float, read: float, launch: float, slope: float) -> float:
 
 @kernel
 def rank_us(tokens_EN: Float32, phy2log_RS: Int32, share_RS: Float32, curve_4: Float64) -> Float32:
-    """Microseconds of each rank in each step, float32 ``[R, N]``, the floor left out.
+    """Return the time of each rank in each step without the floor, in microseconds, float32 ``[R, N]``.
 
-    ``share_RS`` float32 ``[R, S]`` is the part of its expert's tokens that each slot receives.
+    Parameters
+    ----------
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    share_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
     """
     ranks = phy2log_RS.shape[0]
     us_RN = np.empty((ranks, tokens_EN.shape[1]), dtype=np.float32)
@@ -59,9 +71,20 @@ def rank_us(tokens_EN: Float32, phy2log_RS: Int32, share_RS: Float32, curve_4: F
 def mean_slowest(
     tokens_EN: Float32, weight_N: Float32, phy2log_RS: Int32, share_RS: Float32, curve_4: Float64
 ) -> float:
-    """Microseconds of the slowest rank, mean over the steps by their weights, the floor included.
+    """Return the weighted mean over the steps of the slowest rank's time, including the floor, in microseconds.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    weight_N
+        float32 ``[N]``, weights of the steps.
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    share_RS
+        float32 ``[R, S]``, fraction of its expert's tokens that each slot receives.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
     """
     us_RN = rank_us(tokens_EN, phy2log_RS, share_RS, curve_4)
     return float(curve_4[0] + (us_RN.max(axis=0) * weight_N).sum(dtype=np.float64))
@@ -69,7 +92,17 @@ def mean_slowest(
 
 @kernel
 def split_us(tokens_EN: Float32, replicas_E: Int32, curve_4: Float64) -> Float32:
-    """Microseconds of all replicas of each expert together, its tokens split evenly, float32 ``[E, N]``."""
+    """Return the total time of each expert's replicas under an even split, in microseconds, float32 ``[E, N]``.
+
+    Parameters
+    ----------
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    replicas_E
+        int32 ``[E]``, replica count of each expert.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
+    """
     read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
     us_EN = np.empty_like(tokens_EN)
     for e in range(us_EN.shape[0]):
@@ -82,9 +115,24 @@ def split_us(tokens_EN: Float32, replicas_E: Int32, curve_4: Float64) -> Float32
 def replica_counts_to_try(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, ranks: int, slots: int, z: float
 ) -> list[Int32]:
-    """Replica counts int32 ``[E]``, fewest first; slots that are left over get no tokens.
+    """Return replica counts to try, each int32 ``[E]``, fewest replicas first.
 
-    For the arguments see ``model``.
+    The counts may sum to less than the number of slots. The remaining slots get no tokens.
+
+    Parameters
+    ----------
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    weight_N
+        float32 ``[N]``, weights of the steps.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
+    z
+        Weight of the standard deviation in a slot's time.
     """
     experts = tokens_EN.shape[0]
     receiver_B = _replica_receivers(tokens_EN, weight_N, curve_4, ranks, ranks * slots - experts, z)
@@ -95,9 +143,24 @@ def replica_counts_to_try(
 def with_all_slots_used(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, replicas_E: Int32, ranks: int, slots: int
 ) -> Int32:
-    """Counts with what is left over where it adds least: for a host that uses every replica.
+    """Return replica counts that fill all slots, adding replicas to the experts whose total time grows least.
 
-    For the arguments see ``model``.
+    This is for hosts that send tokens to every replica.
+
+    Parameters
+    ----------
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    weight_N
+        float32 ``[N]``, weights of the steps.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
+    replicas_E
+        int32 ``[E]``, replica counts to start from. They are not changed.
+    ranks
+        Number of ranks.
+    slots
+        Slots per rank.
     """
     replicas_E = replicas_E.copy()
     left = ranks * slots - int(replicas_E.sum())
@@ -109,7 +172,10 @@ def with_all_slots_used(
 def _replica_receivers(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, ranks: int, budget: int, z: float
 ) -> Int32:
-    """Experts that get one replica more each, in order, int32 ``[B]``; fewer than ``budget`` where no more help."""
+    """Return the experts that each get an additional replica, in this order, int32 ``[B]``.
+
+    There are fewer than ``budget`` entries if no further replica helps.
+    """
     experts = tokens_EN.shape[0]
     replicas_E = np.ones(experts, dtype=np.int32)
     us_E = np.empty(experts, dtype=np.float32)
@@ -138,7 +204,7 @@ def _replica_receivers(
 def _fill_cheaply(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, replicas_E: Int32, ranks: int, budget: int
 ) -> None:
-    """Hand out further replicas, each to the expert whose slots together take least longer for it."""
+    """Add ``budget`` replicas in place, each to the expert whose total time grows least."""
     experts = replicas_E.shape[0]
     added_E = np.empty(experts, dtype=np.float32)
     for e in range(experts):
@@ -154,7 +220,7 @@ def _fill_cheaply(
 
 @kernel
 def _added_us(tokens_EN: Float32, weight_N: Float32, curve_4: Float64, expert: int, replicas: int) -> float:
-    """Microseconds that one replica more adds to all of an expert's together, mean over the steps."""
+    """Return the mean time that an additional replica adds to the total of an expert's replicas, in microseconds."""
     more = np.float32(replicas + 1) * _slot_risk(tokens_EN, weight_N, curve_4, expert, replicas + 1, 0.0)
     added: float = more - np.float32(replicas) * _slot_risk(
         tokens_EN, weight_N, curve_4, expert, replicas, 0.0
@@ -166,7 +232,7 @@ def _added_us(tokens_EN: Float32, weight_N: Float32, curve_4: Float64, expert: i
 def _slot_risk(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, expert: int, replicas: int, z: float
 ) -> float:
-    """Mean + z*std of the microseconds of one of so many replicas."""
+    """Return mean + z*std of the time of one of an expert's ``replicas`` replicas, in microseconds."""
     read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
     mean, squares = np.float32(0.0), np.float32(0.0)
     for n in range(weight_N.shape[0]):
@@ -178,13 +244,25 @@ def _slot_risk(
 
 
 def even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32) -> Int32:
-    """Split sources over the replicas given as evenly as they go: largest first, each to the emptiest; ``[G, E]``."""
+    """Return tables that split the sources as evenly as possible over the given replicas, int32 ``[G, E]``.
+
+    Sources are assigned in order of decreasing share, each to the replica with the fewest tokens so far.
+
+    Parameters
+    ----------
+    first_E1
+        int32 ``[E + 1]``, start of each expert's replicas in ``slot_P``.
+    slot_P
+        int32, physical ids of the replicas to use, grouped by expert.
+    share_GE
+        float32 ``[G, E]``, fraction of each expert's tokens that comes from each source.
+    """
     return _even_tables(first_E1, slot_P, share_GE, largest_first(np.ascontiguousarray(share_GE.T)))
 
 
 @kernel
 def _even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32, order_EG: Int32) -> Int32:
-    """``even_tables`` with the sources of each expert in order, int32 ``[E, G]``."""
+    """Return ``even_tables``, given the sources of each expert in the order of assignment, int32 ``[E, G]``."""
     chosen_GE = np.empty(share_GE.shape, dtype=np.int32)
     part_P = np.zeros(slot_P.shape[0], dtype=np.float32)
     for e in range(share_GE.shape[1]):
@@ -199,7 +277,19 @@ def _even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32, order_EG: In
 
 
 def one_replica_each(phy2log_RS: Int32, experts: int, us_E: Float32) -> Bool:
-    """One replica in use of each expert, the longest expert first, on the rank that has least so far; ``[R, E]``."""
+    """Choose one replica of each expert to use, and return the choice, bool ``[R, E]``.
+
+    Experts are processed in order of decreasing time. Each uses its replica on the rank with the least time so far.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    experts
+        Number of experts.
+    us_E
+        float32 ``[E]``, mean time of each expert with a single replica, in microseconds.
+    """
     ranks = len(phy2log_RS)
     used_RE, us_R = np.zeros((ranks, experts), dtype=np.bool_), np.zeros(ranks)
     for e in descending(us_E):
@@ -220,9 +310,24 @@ def cool_tables(
     curve_4: Float64,
     most_moves: int,
 ) -> None:
-    """Move sources off the slowest ranks while that lowers the mean time; ``chosen_GE`` changes in place.
+    """Move sources off the slowest ranks as long as this lowers the mean time.
 
-    For the arguments see ``model``.
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    chosen_GE
+        int32 ``[G, E]``, tables, updated in place.
+    tokens_EN
+        float32 ``[E, N]``, tokens of each expert in each step.
+    weight_N
+        float32 ``[N]``, weights of the steps.
+    share_GE
+        float32 ``[G, E]``, fraction of each expert's tokens that comes from each source.
+    curve_4
+        float64 ``[4]``, a cost curve; see the module docstring.
+    most_moves
+        Maximum number of attempted moves.
     """
     ranks, slots = phy2log_RS.shape
     share_P = slot_shares(phy2log_RS, chosen_GE, share_GE).ravel()
@@ -266,7 +371,7 @@ def cool_tables(
 def _sum_rank(
     phy2log_RS: Int32, share_P: Float32, tokens_EN: Float32, curve_4: Float64, rank: int, us_N: Float32
 ) -> None:
-    """Sum the microseconds of one rank in each step into ``us_N``."""
+    """Write the time of one rank in each step, in microseconds and without the floor, into ``us_N``."""
     slots = phy2log_RS.shape[1]
     read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
     us_N[:] = 0
@@ -279,7 +384,7 @@ def _sum_rank(
 
 @kernel
 def _slowest(tops: TopRanks, weight_N: Float32, stuck_R: Bool) -> int:
-    """Return the rank that is slowest most often, of those that are not stuck."""
+    """Return the rank that is most often the slowest, among those that are not stuck."""
     often_R = np.zeros(stuck_R.shape[0], dtype=np.float32)
     for n in range(weight_N.shape[0]):
         often_R[tops.rank_KN[0, n]] += weight_N[n]
@@ -292,7 +397,7 @@ def _slowest(tops: TopRanks, weight_N: Float32, stuck_R: Bool) -> int:
 
 @kernel
 def _mean_top(tops: TopRanks, weight_N: Float32) -> float:
-    """Mean of the slowest ranks' times, float32."""
+    """Return the slowest rank's mean time, float32."""
     total = np.float32(0.0)
     for n in range(weight_N.shape[0]):
         total += weight_N[n] * tops.peak_KN[0, n]
@@ -313,9 +418,10 @@ def _best_move(
     hot: int,
     changed_RN: Float32,
 ) -> tuple[int, int, int, float]:
-    """Best move of one source (or all of a slot: -1) from ``hot``: its slot, the other, the source, the mean time.
+    """Find the best move of one source, or of all sources of a slot, from ``hot`` to a different rank.
 
-    -1 three times where an expert of ``hot`` has no other replica.
+    Returns the old slot, the new slot, the source (-1 for all sources of the slot) and the slowest rank's mean time
+    after the move. If no used expert on ``hot`` has a replica elsewhere, the first three are -1.
     """
     ranks, slots = phy2log_RS.shape
     best = (-1, -1, -1)
@@ -364,7 +470,10 @@ def _note_move(
     moved: float,
     changed_RN: Float32,
 ) -> None:
-    """Note both ranks' times once slot ``own`` keeps the share ``left`` and ``other`` has ``moved`` more."""
+    """Write the times of both ranks after a move into ``changed_RN``.
+
+    Slot ``own`` keeps the share ``left``, and the share of slot ``other`` grows by ``moved``.
+    """
     read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
     here, there = own // slots, other // slots
     for n in range(tokens_N.shape[0]):

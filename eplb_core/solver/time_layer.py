@@ -1,16 +1,18 @@
-"""One layer's decision where a cost curve is given: lower the slowest rank's time, where that is worth its moves.
+"""Decision for one layer under a cost curve: lower the slowest rank's time if the gain exceeds the cost of the moves.
 
-Every candidate is judged by its time: what serves now, the same with other tables, swaps from there, placements from
-scratch for time and for balanced tokens. A placement from scratch never takes longer, on the window, than what
-serves or than balanced tokens; and it departs from balanced tokens only if, fitted to either half of the window, that
-was faster on the other half. Tokens are balanced as without a curve: for what experts have between bursts, where that
-forecasts better (``window``). From a placement that was made for heat, a change must pay on the newer half as well,
-as in ``layer``.
+All candidates are judged by their time. They are the current layout, the current placement with new tables, placements
+reached from it by swaps, and placements from scratch, either for time or for balanced tokens. On the window, an
+accepted placement from scratch is never slower than the current layout or than balanced tokens. Placements for time are
+considered only if, when fitted to either half of the window, they are faster than balanced tokens on the other half.
 
-The search is that of tokens, on other numbers: given how many replicas each expert uses, what it adds to a rank is
-its slot's time in each step, and that is laid out and swapped like heat (``construction``, ``local_search``). A slot
-without tokens is an expert that adds nothing. Each result is judged exactly (``time_costs``), through its tables.
-``Candidate.par`` here is the slowest rank's mean time over that of perfectly even ranks without replicas.
+Tokens are balanced as without a curve. If trimmed means forecast better, this means balancing the heat between bursts
+(``window``). If the current placement was based on heat, a change must also pay off on the newer half, as in ``layer``.
+
+The search is the same as for tokens, with different input. Once the number of replicas that an expert uses is fixed, so
+is the time that each of its slots adds to a rank in each step. These times are placed and swapped like heat
+(``construction``, ``local_search``). Unused slots are treated as additional experts without heat. The result is then
+judged exactly (``time_costs``), with its tables. In this module, ``Candidate.par`` is the slowest rank's mean time
+divided by the time of perfectly even ranks without replicas.
 """
 
 from __future__ import annotations
@@ -64,29 +66,31 @@ from eplb_core.solver.topology import keep_slots, match_ranks
 from eplb_core.solver.window import Forecast, choose_forecast, forecast_heat, standard_error
 
 _NO_FADING = np.array([np.inf])
+"""Candidate half-lives that weight all episodes equally."""
 _HARDLY = 0.001
-"""Part of the time by which another way must be faster than balanced tokens on heat that neither was fitted to."""
+"""Minimum saving over balanced tokens on held-out heat, as a fraction of the time of perfectly even ranks."""
 _SURE = 2.0
-"""Standard errors of the difference, step by step, that it must be faster by."""
+"""Minimum saving over balanced tokens on held-out heat, in standard errors of the saving per step."""
 _SEARCHED = 3
-"""Replica counts whose greedy placement is searched further."""
+"""Number of replica counts whose greedy placement is improved by local search."""
 _TABLE_MOVES = 256
-"""Moves of sources after which tables are left as they are."""
+"""Maximum number of attempts to move a source when tables are improved."""
 
 
 class _TimedLayer(NamedTuple):
-    """One MoE layer whose time is to be lowered."""
+    """One MoE layer, with the data for computing its time."""
 
     layer: Layer
-    """The same for the balance of tokens."""
+    """Heat and current layout, for balancing tokens."""
     tokens_EN: Float32
     """float32 ``[E, N]``, tokens of each expert in each step."""
     weight_N: Float32
-    """float32 ``[N]``, summing to 1 where any step has tokens; 0 for steps without any."""
+    """float32 ``[N]``, weights of the steps: equal for all steps with tokens and 0 for the others. They sum to 1, or to
+    0 if no step has tokens."""
     curve_4: Float64
-    """float64 ``[4]``, a cost curve as ``time_costs`` takes it."""
+    """float64 ``[4]``, a cost curve; see ``time_costs``."""
     even_us: float
-    """Microseconds of perfectly even ranks without replicas."""
+    """Mean time per step of perfectly even ranks without replicas, in microseconds."""
 
     @property
     def deployed(self) -> LayerLayout:
@@ -94,7 +98,7 @@ class _TimedLayer(NamedTuple):
         return self.layer.deployed
 
     def judged(self, one: Candidate, tables: int) -> Candidate:
-        """Return the candidate with the slowest rank's mean time over ``even_us`` as its ratio; 1.0 without tokens."""
+        """Return the candidate with its ``par``: the slowest rank's mean time / ``even_us``, or 1.0 without tokens."""
         if not self.weight_N.any():
             return one._replace(par=1.0)
         share_RS = shares_of(one, self.deployed, tables)
@@ -102,7 +106,7 @@ class _TimedLayer(NamedTuple):
         return one._replace(par=us / self.even_us)
 
     def slowest_N(self, one: Candidate, tables: int) -> Float32:
-        """Microseconds of the slowest rank in each step that has tokens, the floor left out."""
+        """Return the slowest rank's time in each step with tokens, in microseconds and without the floor, float32."""
         share_RS = shares_of(one, self.deployed, tables)
         us_RN = rank_us(self.tokens_EN, one.phy2log_RS, share_RS, self.curve_4)
         slowest_N: Float32 = us_RN.max(axis=0)[self.weight_N > 0]
@@ -119,22 +123,24 @@ def solve_layer_for_time(
     unplaced: bool,
     half_life_H: Float64 = _NO_FADING,
 ) -> LayerResult:
-    """Decide one layer.
+    """Decide what to do with one layer.
 
     Parameters
     ----------
     episodes_NE, steps_NE
-        float64 ``[N, E]`` steps summed, oldest first, on which tokens are balanced, and ``[N', E]`` single steps, on
-        which time is lowered.
+        float64 ``[N, E]``, tokens per episode and expert, for balancing tokens, and float64 ``[N', E]``, tokens per
+        single step and expert, for lowering time. Both are ordered from oldest to newest.
     deployed, params, min_gain, unplaced, half_life_H
-        As for ``layer.solve_layer``; ``move_price`` and ``min_gain`` are parts of the time of even ranks.
+        As for ``layer.solve_layer``, except that ``move_price`` and ``min_gain`` are fractions of the time of even
+        ranks.
     curve_4
-        float64 ``[4]``, a cost curve as ``time_costs`` takes it.
+        float64 ``[4]``, a cost curve; see ``time_costs``.
 
     Returns
     -------
-    Answer
-        Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
+    LayerResult
+        The decision. Its ratios are times of the slowest rank, divided by the time of perfectly even ranks without
+        replicas.
     """
     balanced = episodes_of(episodes_NE, deployed.phy2log_RS.shape[0])
     params = without_vain_annealing(balanced, deployed, params)
@@ -181,6 +187,7 @@ def solve_layer_for_time(
 def _timed(
     episodes_NE: Float64, steps_NE: Float64, deployed: LayerLayout, curve_4: Float64, forecast: Forecast
 ) -> _TimedLayer:
+    """Return a layer with its steps, and compute the time of perfectly even ranks."""
     ranks = deployed.phy2log_RS.shape[0]
     layer = Layer(forecast_heat(episodes_of(episodes_NE, ranks), forecast, 0.0), deployed)
     busy_N = steps_NE.sum(axis=1) > 0
@@ -192,7 +199,7 @@ def _timed(
 
 
 def _between_bursts(heat: Episodes, params: SearchParams, half_life_H: Float64) -> Forecast:
-    """Forecast for which tokens are balanced: all heat that is known, but for bursts."""
+    """Return the forecast for balancing tokens: trimmed means on bursty heat, otherwise equally weighted episodes."""
     if heat.share_N.size >= MIN_EPISODES:
         chosen = choose_forecast(heat, half_life_H, params.options.trimmed_mean)
         if chosen.trimmed:
@@ -201,10 +208,10 @@ def _between_bursts(heat: Episodes, params: SearchParams, half_life_H: Float64) 
 
 
 def _lasts(older: _TimedLayer, newer: _TimedLayer, params: SearchParams) -> bool:
-    """Return whether placements for time, fitted to either half, are clearly faster than balanced tokens on the other.
+    """Return True if placements for time, fitted to either half, are clearly faster than balanced tokens on the other.
 
-    Not to the older one alone: where heat moves, placements that are alike on one stretch of steps differ on another
-    by more than those steps scatter.
+    Fitting only to the older half is not enough. If heat drifts, two placements that are equally fast on one segment
+    can differ on another by more than the scatter between its steps.
     """
     if not (older.weight_N.any() and newer.weight_N.any()):
         return True
@@ -219,7 +226,7 @@ def _lasts(older: _TimedLayer, newer: _TimedLayer, params: SearchParams) -> bool
 
 
 def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, for_time: bool) -> Candidate:
-    """Place from scratch, for time where that lasts, unless balanced tokens are faster on this very heat."""
+    """Place a layer from scratch: for time if ``for_time`` is set and this is faster, otherwise for balanced tokens."""
     balanced = seen.judged(from_scratch(seen.layer, params, slot_price), params.tables)
     if not for_time:
         return balanced
@@ -229,13 +236,13 @@ def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, for_time
 def _recommendations(
     seen: _TimedLayer, now: Candidate, params: SearchParams, slot_price: float, most: int, for_time: bool
 ) -> list[tuple[Candidate, int]]:
-    """Candidates, each with its recommendation, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
+    """Return the candidates of the actions ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``, each with its action."""
     if most == KEEP:
         return []
     tables = _tabled(now.phy2log_RS, seen, params)
     found = [(tables, TABLES)]
     if most >= LOCAL and params.local_search_steps > 0:
-        # The search does not see the floor.
+        # The search measures times without the floor, so prices relative to ``even_us`` are scaled up to match.
         scale = seen.even_us / max(seen.even_us - seen.curve_4[0], 1e-30)
         price_K = move_prices(slot_price * scale, params)
         found += [(one, LOCAL) for one in _improved_for_time(tables, seen, params, price_K)]
@@ -247,7 +254,7 @@ def _recommendations(
 def _surely_pays(
     one: Candidate, now: Candidate, newer: _TimedLayer, params: SearchParams, slot_price: float
 ) -> bool:
-    """Return whether what it wins on the newer steps is above its moves' price by the standard errors asked for."""
+    """Return True if the gain on the newer steps exceeds the cost of the moves by ``sureness`` standard errors."""
     weight_N = newer.weight_N[newer.weight_N > 0]
     saved_N = newer.slowest_N(now, params.tables) - newer.slowest_N(one, params.tables)
     return is_sure(saved_N / newer.even_us, weight_N, slot_price * one.moves, params.options.sureness)
@@ -256,7 +263,10 @@ def _surely_pays(
 def _cheapest(
     found: Sequence[tuple[Candidate, int]], now: Candidate, slot_price: float, limit: float
 ) -> tuple[Candidate, int]:
-    """Choose the lowest ratio and price of moves below ``limit``, cheaper recommendations first; otherwise ``now``."""
+    """Return the cheapest candidate and its action, or ``now`` and ``KEEP`` if no cost is below ``limit``.
+
+    The cost is ``par`` plus the price of the moves. If several candidates have the same cost, the first one is chosen.
+    """
     best, taken = now, KEEP
     for one, kind in found:
         cost = one.par + slot_price * one.moves
@@ -268,10 +278,10 @@ def _cheapest(
 def _tabled(
     phy2log_RS: Int32, seen: _TimedLayer, params: SearchParams, used_RE: Bool | None = None
 ) -> Candidate:
-    """Give a placement, its experts in their deployed slots, the tables that take least time.
+    """Return a candidate for a placement: keep experts in their deployed slots, and choose the fastest tables.
 
-    From the replicas ``used_RE`` (bool ``[R, E]``); where not given, from two beginnings: one replica of each expert in
-    use, and all of them as the balance of tokens has them.
+    The search for tables starts from an even split over the replicas in ``used_RE``, bool ``[R, E]``. If it is
+    ``None``, there are two starting points: one replica of each expert, and the tables that balance tokens.
     """
     share_GE = seen.deployed.share_GE
     sources, experts = share_GE.shape
@@ -284,7 +294,7 @@ def _tabled(
         beginnings.append(solve_tables(kept_RS, seen.layer.heat, share_GE, params.z)[0])
         us_E = split_us(seen.tokens_EN, np.ones(experts, dtype=np.int32), seen.curve_4) @ seen.weight_N
         used_RE = one_replica_each(kept_RS, experts, us_E.astype(np.float32))
-    # The first of equals is the one with fewest replicas in use.
+    # ``min`` returns the first of several equal candidates, so the tables that use the fewest replicas come first.
     beginnings.insert(0, even_tables(*_slots_in_use(kept_RS, used_RE), share_GE))
     found = []
     for table_GE in beginnings:
@@ -294,9 +304,9 @@ def _tabled(
 
 
 def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
-    """Place from scratch for a few replica counts, dealt to the ranks so that much stays.
+    """Place from scratch for time: try several replica counts, and match the placements to the current ranks.
 
-    All counts are placed greedily; the most promising ones are searched further.
+    All counts are placed greedily. The most promising placements are then improved by local search.
     """
     (ranks, slots), steps = seen.deployed.phy2log_RS.shape, params.local_search_steps
     timing = seen.tokens_EN, seen.weight_N, seen.curve_4
@@ -321,7 +331,10 @@ def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
 def _improved_for_time(
     now: Candidate, seen: _TimedLayer, params: SearchParams, price_K: Float64
 ) -> list[Candidate]:
-    """Swap from the deployed placement, one candidate for each price of a move; ``now`` is it with its best tables."""
+    """Improve the deployed placement by swaps and return the distinct results, at most one per move price.
+
+    ``now`` is the deployed placement with its best tables.
+    """
     deployed = seen.deployed
     ranks = now.phy2log_RS.shape[0]
     experts = deployed.share_GE.shape[1]
@@ -329,7 +342,7 @@ def _improved_for_time(
     if params.tables != SOLVED:
         in_use_RS[:] = True
     replicas_E = np.bincount(now.phy2log_RS[in_use_RS], minlength=experts).astype(np.int32)
-    # An expert without tokens is used by nobody, but must be somewhere.
+    # An expert without tokens is not in use, but still needs a slot.
     silent_E = replicas_E == 0
     for expert in np.flatnonzero(silent_E):
         in_use_RS[tuple(np.argwhere(now.phy2log_RS == expert)[0])] = True
@@ -350,7 +363,7 @@ def _improved_for_time(
 
 
 def _greedy_us(assignment: Assignment, replicas_E: Int32, seen: _TimedLayer) -> float:
-    """Microseconds of the slowest rank where every replica in use gets an even share."""
+    """Return the slowest rank's mean time if each expert's replicas in use get even shares, in microseconds."""
     share_E = np.zeros(assignment.replicas_E.size, dtype=np.float32)
     share_E[: replicas_E.size] = 1.0 / replicas_E
     used_RS = np.minimum(assignment.phy2log_RS, np.int32(replicas_E.size - 1))
@@ -359,9 +372,10 @@ def _greedy_us(assignment: Assignment, replicas_E: Int32, seen: _TimedLayer) -> 
 
 
 def _heat_in_time(seen: _TimedLayer, replicas_E: Int32) -> tuple[Heat, int]:
-    """Heat that the experts, split evenly over so many replicas, are in time, mean rank 1; and slots unused.
+    """Return the experts' times as heat, scaled to a mean rank load of 1, and the number of unused slots.
 
-    Each unused slot counts as one more expert, which adds nothing.
+    Each expert's tokens are split evenly over its ``replicas_E`` replicas. Every unused slot is represented by an
+    additional expert without heat.
     """
     ranks, slots = seen.deployed.phy2log_RS.shape
     us_EN = split_us(seen.tokens_EN, replicas_E, seen.curve_4)
@@ -373,7 +387,7 @@ def _heat_in_time(seen: _TimedLayer, replicas_E: Int32) -> tuple[Heat, int]:
 
 
 def _used(found_RS: Int32, experts: int) -> Bool:
-    """Experts that each rank uses, bool ``[R, E]``; numbers past the experts are unused slots."""
+    """Return the experts that each rank uses, bool ``[R, E]``; numbers >= ``experts`` represent unused slots."""
     used_RE = np.zeros((found_RS.shape[0], experts), dtype=np.bool_)
     rank_U, slot_U = np.nonzero(found_RS < experts)
     used_RE[rank_U, found_RS[rank_U, slot_U]] = True
@@ -381,7 +395,7 @@ def _used(found_RS: Int32, experts: int) -> Bool:
 
 
 def _slots_in_use(phy2log_RS: Int32, used_RE: Bool) -> tuple[Int32, Int32]:
-    """Physical ids of the replicas in use, laid out as by ``tables.slots_by_expert``."""
+    """Return the physical ids of the replicas in use, grouped by expert as in ``tables.slots_by_expert``."""
     expert_P = phy2log_RS.ravel()
     slot_U = np.flatnonzero(used_RE[np.arange(len(phy2log_RS))[:, None], phy2log_RS])
     used_E = np.bincount(expert_P[slot_U], minlength=used_RE.shape[1])
@@ -390,7 +404,7 @@ def _slots_in_use(phy2log_RS: Int32, used_RE: Bool) -> tuple[Int32, Int32]:
 
 
 def _dealt(used_RE: Bool, seen: _TimedLayer) -> Bool:
-    """Deal the rows to the ranks that hold most of them now."""
+    """Assign each row of ``used_RE`` to the rank that already holds most of its experts."""
     deployed = seen.deployed
     full_RS = _completed(used_RE, np.zeros_like(used_RE), seen)
     dealt_RS = match_ranks(full_RS, deployed.phy2log_RS, used_RE.shape[1], deployed.node_R)
@@ -401,12 +415,15 @@ def _dealt(used_RE: Bool, seen: _TimedLayer) -> Bool:
 
 
 def _served(used_RE: Bool, seen: _TimedLayer, params: SearchParams) -> Candidate:
-    """Fill unused slots with what is there already, and make tables."""
+    """Return a candidate that uses the replicas in ``used_RE`` and keeps deployed experts in unused slots."""
     return _tabled(_completed(used_RE, seen.deployed.home_ER.T, seen), seen, params, used_RE)
 
 
 def _completed(used_RE: Bool, there_RE: Bool, seen: _TimedLayer) -> Int32:
-    """Fill every slot, int32 ``[R, S]``: experts in use first, then what is there, then the hottest experts."""
+    """Fill all slots and return the placement, int32 ``[R, S]``.
+
+    Each rank gets its experts in use first, then those marked in ``there_RE``, then the hottest experts.
+    """
     slots = seen.deployed.phy2log_RS.shape[1]
     heat_E = seen.tokens_EN @ seen.weight_N
     rank_of_E = np.empty(heat_E.size)

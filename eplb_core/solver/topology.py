@@ -1,7 +1,7 @@
-"""Fit of a new placement to the current layout and to the nodes, so that few replicas and few tokens cross nodes.
+"""Adaptation of a new placement to the current layout and the nodes, so that few replicas and tokens cross nodes.
 
 - ``match_ranks``: load balance does not depend on which rank holds which set of experts, so a placement solved from
-  scratch may assign its sets to the ranks in the order that moves the fewest experts.
+  scratch can assign its sets to the ranks that already hold most of their experts.
 - ``keep_slots``: an expert that stays on a rank keeps its slot.
 - ``choose_senders``: each move gets a sender that is near the receiver and has little else to send.
 - ``localised``: tables prefer replicas on the source's node if that does not raise the peak load.
@@ -37,10 +37,11 @@ from eplb_core.solver.model import (
 from eplb_core.solver.tables import slot_shares, slots_by_expert, tables_par
 
 _ROUNDING = 1e-6
-"""Increase of the mean peak that counts as rounding. Exchanging two equal shares changes no load."""
+"""Maximum increase in the mean peak that counts as rounding. For example, exchanging two equal shares changes no
+load."""
 _SWEEPS = 2
-"""Passes over all experts. A share that reaches its home node makes room for others; a third pass gains almost
-nothing."""
+"""Number of passes over all experts. A share that moves to its home node makes room for others, which the next pass can
+use. A third pass gains almost nothing."""
 
 
 @kernel
@@ -105,7 +106,7 @@ def choose_senders(deployed_RS: Int32, phy2log_RS: Int32, node_R: Int32) -> Int3
 
 @kernel
 def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int32) -> Int32:
-    """Assign the rows of a placement to ranks greedily, pairs with the largest overlap of experts first.
+    """Assign the rows of a placement to ranks greedily, starting with the pairs that share the most experts.
 
     Among pairs with equal overlap, the one whose node holds most of the row's experts comes first, so that moves stay
     within a node.
@@ -115,7 +116,7 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
     phy2log_RS
         int32 ``[R, S]``, placement whose rows are to be assigned.
     deployed_RS
-        int32 ``[R, S']``, current placement; it may have another number of slots per rank.
+        int32 ``[R, S']``, current placement; it may have a different number of slots per rank.
     experts
         Number of logical experts.
     node_R
@@ -136,7 +137,8 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
            [0, 4]], dtype=int32)
     """
     ranks, slots = phy2log_RS.shape
-    # A row has at most ``slots`` experts that are only on the rank's node, so one expert on the rank outweighs them.
+    # At most ``slots`` of a row's experts are elsewhere on the rank's node, so a single expert on the rank outweighs
+    # them.
     worth_ER = np.zeros((experts, ranks), dtype=np.int32)
     nodes = 0
     for node in node_R:
@@ -196,11 +198,11 @@ def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
     Returns
     -------
     tuple of Int32 and int
-        The placement ``[R, S]``, and the number of moves: slots that hold another expert than before.
+        The placement, int32 ``[R, S]``, and the number of moves, which are slots whose expert has changed.
 
     Examples
     --------
-    Expert 1 stays in slot 1, and expert 2 takes the slot that expert 0 leaves:
+    Expert 1 stays in slot 1, and expert 2 gets the slot that expert 0 vacates:
 
     >>> keep_slots(np.array([[1, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32))
     (array([[2, 1]], dtype=int32), 1)
@@ -238,7 +240,7 @@ def _localise_tables(
     pair_X2: Int32,
     limit: float,
 ) -> None:
-    """Redirect sources to replicas on their own nodes, one at a time, as ``_best_home_slot`` chooses.
+    """Redirect sources to replicas on their own nodes, one at a time, as chosen by ``_best_home_slot``.
 
     Parameters
     ----------
@@ -257,7 +259,7 @@ def _localise_tables(
     pair_X2
         int32 ``[X, 2]``, pairs of expert and source to redirect, in the order of ``_pairs_with_home``.
     limit
-        Upper bound of the mean peak: the mean peak before the first change.
+        Upper bound on the mean peak, which is the mean peak before the first change.
     """
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
@@ -353,7 +355,7 @@ def _pairs_with_home(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -
     Returns
     -------
     Int32
-        int32 ``[X, 2]``, expert and source, hottest expert first and its largest share first.
+        int32 ``[X, 2]``, expert and source, in order of decreasing expert heat, then decreasing share.
     """
     share_GE = deployed.share_GE
     mean_E = heat.scaled_EN @ heat.share_N
@@ -363,7 +365,7 @@ def _pairs_with_home(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -
     order_E = descending(mean_E)
     home_GE = holds_KE[deployed.node_G]
     home_GE &= share_GE * mean_E > MIN_GAIN
-    # Indexing only the pairs with a home pays off because, with many nodes, each node holds few experts.
+    # Indexing only the pairs with a home is faster because, with many nodes, each node holds few experts.
     position_X, source_X = home_GE.T[order_E].nonzero()
     expert_X = order_E[position_X]
     order_X = np.lexsort((-share_GE[source_X, expert_X], position_X))
@@ -386,8 +388,8 @@ def _best_home_slot(
 ) -> tuple[int, int]:
     """Find the replica on a source's node that leads to the lowest mean peak.
 
-    The source's share either moves there by itself or is exchanged for the share of another source, the partner, that
-    uses the replica now. A partner must be on another node than the replica.
+    Either only the source's share moves there, or it is exchanged for the share of a partner, a source that currently
+    uses the replica. A partner must be on a different node than the replica.
 
     Parameters
     ----------
@@ -412,12 +414,12 @@ def _best_home_slot(
     expert
         Expert whose tokens are redirected.
     limit
-        Upper bound of the mean peak.
+        Upper bound on the mean peak.
 
     Returns
     -------
     new_slot : int
-        The replica's slot; -1 if every choice lifts the mean peak above ``limit``.
+        The replica's slot; -1 if every choice raises the mean peak above ``limit``.
     partner : int
         The source that gets the old slot in exchange; -1 for none.
     """
@@ -432,17 +434,17 @@ def _best_home_slot(
     for replica in replica_K:
         if deployed.node_R[replica // slots] != home:
             continue
-        # The mean peak is convex in the share that changes ranks. Shares outside of ``low`` to ``high`` cannot be
-        # better than the best share so far.
+        # The mean peak is convex in the share that changes ranks. Shares outside the range from ``low`` to ``high``
+        # cannot be better than the best share so far.
         low = np.float32(-np.inf)
         high = np.float32(np.inf)
         best_shift = low
         best_peak = high
         old_rank = old_slot // slots
         new_rank = replica // slots
-        # The mean peak of the remaining ranks is a lower bound for every choice.
+        # The mean peak of the remaining ranks is a lower bound on that of every choice.
         floor = peak_of_two_changed(top, heat.share_N, old_rank, new_rank, empty_N, empty_N)
-        # First try the share by itself, then in exchange for each source of the replica.
+        # First try moving only the share, then exchanging it with each source that uses the replica.
         g = -1
         next_source = first_P[replica]
         while True:
@@ -475,14 +477,14 @@ def _best_home_slot(
 def _shift(
     top: TopRanks, heat_N: Float32, share: float, old_rank: int, new_rank: int, changed_RN: Float32
 ) -> None:
-    """Write both ranks' loads into ``changed_RN`` as if ``share`` of an expert's tokens changed ranks."""
+    """Write both ranks' loads after a move of the fraction ``share`` of an expert's tokens into ``changed_RN``."""
     for n in range(heat_N.shape[0]):
         changed_RN[old_rank, n] = top.load_RN[old_rank, n] - share * heat_N[n]
         changed_RN[new_rank, n] = top.load_RN[new_rank, n] + share * heat_N[n]
 
 
 def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, params: SearchParams) -> Candidate:
-    """Return the candidate with tables that keep more tokens on their source's node, at no higher PAR.
+    """Return the candidate with tables that keep more tokens on their source's node without raising the PAR.
 
     With a single node, or if the solver does not choose the tables, the candidate is returned unchanged.
 
@@ -516,8 +518,8 @@ def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, param
 def crossing_share(candidate: Candidate, heat: Episodes, deployed: LayerLayout, tables: int) -> float:
     """Return the fraction of the tokens that leave their source's node.
 
-    It is 0 on a single node and for splits without tables. A source that spans several nodes never counts as leaving,
-    because each of its nodes has the tokens.
+    It is 0 on a single node and for splits without tables. Tokens from a source that spans several nodes never count as
+    leaving, because each of its nodes has them.
 
     Parameters
     ----------

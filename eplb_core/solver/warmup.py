@@ -1,4 +1,4 @@
-"""Warm-up of the solver: run every kernel once, so that no decision waits for the compiler.
+"""Solver warm-up: run every kernel once, so that no decision has to wait for compilation.
 
 Kernels are loaded from numba's cache or, if they are not cached, compiled.
 """

@@ -1,9 +1,9 @@
 """Rank loads of single steps in whole tokens: a step cannot send half a token to each of two replicas.
 
 A host splits an expert's tokens over its replicas in known shares. If a step has ``n`` tokens for an expert, a replica
-with the share ``p`` receives a binomial number of them, with the mean ``n * p``. If a step has few tokens, the variance
-of these numbers determines the load of the hottest rank. For example, one token for an expert with two replicas gives
-one rank a load of 1; it never gives two ranks a load of 0.5.
+with the share ``p`` receives a binomially distributed number of them, with mean ``n * p``. In steps with few tokens,
+the variance of this number determines the load of the hottest rank. For example, one token for an expert with two
+replicas gives one rank a load of 1; it never gives two ranks a load of 0.5.
 
 Draws depend only on a hash of the step number, the layer's heat in that step, the expert and the token. The same
 arguments therefore give the same loads, two placements are compared on the same draws, and a layer's loads do not
@@ -25,9 +25,10 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Float64, Int32, Int64, UInt64
 
 _FEW_PER_REPLICA = 16
-"""Tokens per replica up to which tokens are drawn one by one. Above it, the normal approximation is close."""
+"""Maximum number of tokens per replica for which tokens are drawn one by one. With more tokens, the normal
+approximation is close."""
 _UNIFORM = 65_536.0
-"""Range of a uniform number: 16 bits of a hash. One hash gives four such numbers."""
+"""Range of a uniform number: 16 bits of a hash. One hash provides four such numbers."""
 _MEAN_OF_SUM = 131_070.0
 """Mean of the sum of four uniform numbers, which is approximately normal."""
 _DEVIATION_OF_SUM = 37_837.227
@@ -44,7 +45,7 @@ class HostSplit(NamedTuple):
     share_KP: Float64
     """float64 ``[K, R*S]``, expected fraction of its expert's tokens that each slot receives."""
     table_KRED: Int32
-    """int32 ``[K, R, E, D]``, slots that receive a source's tokens of an expert in turn."""
+    """int32 ``[K, R, E, D]``, slots to which a source sends its tokens of an expert in turn."""
     source_KRE: Float64
     """float64 ``[K, R, E]``, each source's share of an expert's tokens."""
     spread_KE: Float64
@@ -66,7 +67,7 @@ class ServedSteps(NamedTuple):
     loads_TKR: Float64
     """float64 ``[T, K, R]``, tokens of each rank. It has no rows unless ``keep_loads`` is True."""
     variance_K: Float64
-    """float64 ``[K]``, variance of the ranks' jumps from step to step, summed over the ranks.
+    """float64 ``[K]``, variance of the ranks' jumps between consecutive steps, summed over the ranks.
 
     ``window.EpisodeLoads`` defines jumps.
     """
@@ -132,7 +133,7 @@ def serve_steps(
                 begin = first_X[x]
                 end = first_X[x + 1]
                 tokens = float(heat_E[e])
-                # An expert without tokens needs no draw: its slots already have none.
+                # An expert without tokens needs no draw, because its slots are already zero.
                 if tokens > 0:
                     key_of_expert = key + np.uint64(e) * np.uint64(0xBF58476D1CE4E5B9)
                     if tokens > _FEW_PER_REPLICA * (end - begin):
@@ -191,7 +192,7 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
         Seed of the draws.
     """
     kept_TLE = np.zeros(heat_TLE.shape)
-    # The token draws of ``serve_steps``, over two slots: one for kept tokens and one for dropped tokens.
+    # Use the token draws of ``serve_steps`` with two slots, one for kept tokens and one for dropped tokens.
     half_P = np.full(2, 0.5)
     slot_Y = np.arange(2)
     kept_P = np.empty(2)
@@ -254,7 +255,7 @@ def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
 
 @part
 def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
-    """Hash a layer's heat in a step. The step number makes steps with equal heat differ."""
+    """Hash a layer's heat in a step, together with the step number so that steps with equal heat differ."""
     bits = np.uint64(step) * np.uint64(0xD1342543DE82EF95)
     weight = np.uint64(0x9E3779B97F4A7C15)
     for e in range(heat_E.shape[0]):
@@ -286,7 +287,7 @@ def _spread_rest(
 
 @part
 def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
-    """Draw number ``i`` between 0 and ``_UNIFORM`` and return the remaining bits first. Four draws share 64 bits."""
+    """Return the remaining random bits and draw ``i``, between 0 and ``_UNIFORM``. Four draws share 64 bits."""
     if i & 3 == 0:
         bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
     return bits >> np.uint64(16), np.int64(bits & np.uint64(0xFFFF)) + 0.5
@@ -323,8 +324,8 @@ def _draw_many(
 ) -> None:
     """Draw each slot's number of tokens, slot after slot, and write it into ``tokens_P``.
 
-    Given the earlier slots, a slot's number is binomial in the remaining tokens. It is drawn from the normal
-    approximation and rounded. The last slot receives the remaining tokens.
+    Given the draws for the earlier slots, a slot's number of tokens is binomially distributed over the remaining
+    tokens. It is drawn from the normal approximation and rounded. The last slot receives the remaining tokens.
     """
     remaining = tokens
     for j in range(begin, end - 1):
@@ -345,7 +346,7 @@ def _draw_many(
 
 @kernel
 def _odds(slot_Y: Int64, first_X: Int64, share_P: Float64, spread_X: Float64) -> tuple[Float64, Float64]:
-    """Return each slot's share of the tokens that the earlier slots leave, and the standard deviation per token."""
+    """Return each slot's share of the tokens left by the earlier slots, and its standard deviation per token."""
     odds_Y = np.ones(slot_Y.shape[0])
     deviation_Y = np.zeros(slot_Y.shape[0])
     for x in range(first_X.shape[0] - 1):
@@ -374,7 +375,7 @@ def _deal(
     dealt_R: Int64,
     tokens_P: Float64,
 ) -> None:
-    """Draw the source of every token, deal the token by the source's table and count it in ``tokens_P``.
+    """Draw the source of every token, deal the token according to the source's table and count it in ``tokens_P``.
 
     ``dealt_R``, int64 ``[R]``, is scratch memory.
     """

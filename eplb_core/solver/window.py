@@ -19,10 +19,10 @@ from eplb_core.solver.model import (
 )
 
 _MIN_BURST_SKEWNESS = 0.95
-"""Mean skewness of the experts' episodes from which heat counts as bursty.
+"""Minimum mean skewness of the experts' tokens per episode at which heat counts as bursty.
 
-On ``make bench-decide``, bursts have a skewness of 1.5 to 2.5, and the other made-up heat has at most 0.62. Recorded
-decoding has up to 1.7.
+In ``make bench-decide``, bursty heat has a skewness of 1.5 to 2.5, and the other synthetic heat at most 0.62. Heat
+recorded during decoding reaches 1.7.
 """
 CLEARLY_BETTER = 0.9
 """A forecast replaces the default only if its squared error is below this fraction of the default's.
@@ -30,9 +30,9 @@ CLEARLY_BETTER = 0.9
 Chosen by hand so that static and alternating heat keeps the default in every layer of 256 experts.
 """
 MIN_STEPS_TO_TRIM = 16
-"""Episodes per half below which means are not trimmed, because so few episodes may all lie within one burst."""
+"""Minimum number of episodes per half for trimming means. Fewer episodes could all fall within one burst."""
 MAX_LAGS = 16
-"""Largest distance, in steps or episodes, at which values are assumed to be correlated."""
+"""Maximum distance, in steps or episodes, at which values are assumed to be correlated."""
 
 
 @kernel
@@ -74,7 +74,7 @@ def sum_episodes(heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, episodes: in
 
 @part
 def _sum_ranks(heat_E: Float64 | Int64 | Int32, phy2log_RS: Int32, share_P: Float64, load_R: Float64) -> None:
-    """Compute the ranks' loads of one step into ``load_R``."""
+    """Write the load of each rank in one step into ``load_R``."""
     ranks, slots = phy2log_RS.shape
     for r in range(ranks):
         load = 0.0
@@ -115,9 +115,9 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
 class EpisodeLoads(NamedTuple):
     """Expected rank loads of a window's episodes, and the variance of their jumps.
 
-    A jump is the difference between the fractions of all tokens that a rank (or expert) has in two consecutive
-    episodes. The variance is half of the mean squared jump. It measures fluctuations from episode to episode and
-    ignores slow trends. Episodes without tokens are skipped. The variance is 0 if fewer than two episodes have tokens.
+    A jump is the change in a rank's (or expert's) fraction of all tokens between two consecutive episodes. The variance
+    is half of the mean squared jump. It measures fluctuations from episode to episode and ignores slow trends. Episodes
+    without tokens are skipped. The variance is 0 if fewer than two episodes have tokens.
 
     References
     ----------
@@ -147,7 +147,7 @@ def shares_of_slots(
     layer
         Index of the layer in ``log2phy_RLE``.
     tokens_RLE
-        float64 ``[R, L', E]``, source heat. If an expert has none, all sources count equally.
+        float64 ``[R, L', E]``, source heat. If an expert has no tokens, all sources count equally.
     tokens_layer
         Index of the layer in ``tokens_RLE``.
 
@@ -180,7 +180,7 @@ def shares_of_groups(source_RLE: Float64, layer: int, group_R: Int32, groups: in
     Parameters
     ----------
     source_RLE
-        float64 ``[R, L, E]``, source heat. If an expert has none, all ranks count equally.
+        float64 ``[R, L, E]``, source heat. If an expert has no tokens, all ranks count equally.
     layer
         Index of the layer.
     group_R
@@ -302,7 +302,7 @@ def _over_replicas(jump_E: Float64, phy2log_RS: Int32) -> float:
 
 
 class Forecast(NamedTuple):
-    """Method to predict the next window's heat from a window."""
+    """Method for predicting the next window's heat from the current window."""
 
     half_life: float
     """Age, in episodes, at which an episode's weight is halved; infinite for equal weights."""
@@ -372,7 +372,7 @@ def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
                 squares += deviation * deviation
                 cubes += deviation * deviation * deviation
         spread = np.sqrt(squares / max(busy, 1))
-        # The spread of an expert that does not vary is below this limit: it comes from rounding.
+        # A spread below this limit is a rounding error, so the expert does not vary.
         if spread > 1e-4 * mean:
             total += cubes / max(busy, 1) / spread**3
             varying += 1
@@ -380,9 +380,9 @@ def _skewness(scaled_EN: Float32, share_N: Float32) -> float:
 
 
 def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> Forecast:
-    """Choose the forecast that, made from the older half of the episodes, is closest to the newer half's mean.
+    """Choose the forecast whose prediction from the older half of the episodes is closest to the newer half's mean.
 
-    The first half-life is the default. Another half-life, or the trimmed mean, replaces it if its squared error is
+    The first half-life is the default. A different half-life, or the trimmed mean, replaces it if its squared error is
     clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed. If two
     kinds of heat alternate, it would predict only one of them. The default is also used if the newer half has no
     tokens.
@@ -433,7 +433,8 @@ def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
     heat = with_covariance(*(_trimmed(seen) if forecast.trimmed else seen))
     if forecast.trimmed or not np.isfinite(forecast.half_life):
         return heat
-    # The covariance uses all episodes with equal weights: a few recent ones determine a mean, but not a covariance.
+    # The covariance uses all episodes with equal weights: a few recent ones are enough for a mean, but not for a
+    # covariance.
     weight_N = heat.share_N * _fading(heat.share_N.shape[0], np.array([forecast.half_life]))[:, 0]
     total = weight_N.sum()
     if total == 0:
@@ -446,7 +447,7 @@ def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
 
 
 def _trimmed(seen: Episodes) -> Episodes:
-    """Scale each expert's episodes so that its mean becomes its trimmed mean, and normalise the episodes again."""
+    """Scale each expert's episodes so that its mean becomes its trimmed mean, and renormalise the episodes."""
     mean_E = seen.scaled_EN @ seen.share_N
     trimmed_E = _trimmed_mean(*seen)
     factor_E = np.divide(trimmed_E, mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
@@ -463,7 +464,7 @@ def inflation(values_NK: Float64) -> Float64:
     Parameters
     ----------
     values_NK
-        float64 ``[N, K]``, K series of values in order of time.
+        float64 ``[N, K]``, K series of values in time order.
 
     References
     ----------
