@@ -33,15 +33,15 @@ from worker_agent.swap.rendezvous import Rendezvous, meet
 _log = logging.getLogger("eplb.agent")
 
 _INITIAL_REPORT_STEPS = 16
-"""Steps per heat report until the service requests another number."""
+"""Number of steps per heat report until the service requests a different number."""
 _WATCH_CALLS = 16
-"""Number of calls between two checks that the control stream's thread is alive."""
+"""Number of calls between checks that the control stream's thread is alive."""
 
 
 class RestoreError(RuntimeError):
-    """The agent could not move the experts to the placement that the host requested.
+    """The agent could not restore the placement that the host requested.
 
-    The current layout stays usable.
+    The current layout remains usable.
     """
 
 
@@ -52,14 +52,14 @@ _HostCall: TypeAlias = "Callable[Concatenate[Agent, _Arguments], None]"
 def _contained(
     failure: type[RestoreError] | None = None,
 ) -> Callable[[_HostCall[_Arguments]], _HostCall[_Arguments]]:
-    """Decorate a method that the host calls, so that its errors do not reach the model.
+    """Return a decorator that keeps errors in a host-facing method from reaching the model.
 
     ``FatalSwitchError`` and ``RestoreError`` are still raised.
 
     Parameters
     ----------
     failure
-        Error to raise in place of a contained one; ``None`` to return normally.
+        Exception type to raise instead of a contained error; ``None`` to return normally.
     """
 
     def contain(method: _HostCall[_Arguments]) -> _HostCall[_Arguments]:
@@ -76,7 +76,7 @@ def _contained(
             except (FatalSwitchError, RestoreError):
                 raise
             except Exception as error:
-                # Recovery has failed as well. The next call finds the work unfinished and recovers.
+                # Recovery failed as well. The next call finds the work unfinished and tries to recover again.
                 if self._fatal is not None:
                     raise self._fatal from None
                 if failure is not None:
@@ -89,7 +89,7 @@ def _contained(
 
 
 class Agent:
-    """The agent of one rank. Create it with ``start``.
+    """Agent of one rank. Create it with ``start``.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Agent:
     rendezvous
         Result of the rendezvous with the peers.
     on_commit
-        As for ``start``.
+        See ``start``.
     runtime
         Clock and threads to use.
 
@@ -160,38 +160,38 @@ class Agent:
         token_group: int | None = None,
         on_commit: Callable[[int], None] | None = None,
     ) -> Agent:
-        """Join the agents of the other ranks and start balancing. A collective over ``host_group``.
+        """Join the other ranks' agents and start balancing. This is a collective over ``host_group``.
 
         Parameters
         ----------
         layers
             This rank's live MoE layers. All ranks pass the same layers in the same order.
         host_group
-            Process group of the EP ranks that works on the CPU (gloo). It is used only during this call.
+            CPU-capable (gloo) process group of the EP ranks. It is used only during this call.
         settings
-            Settings of the agent; by default read from the environment.
+            Settings of the agent; read from the environment by default.
         token_group
-            Number of the token group, the same on all ranks that see the same tokens (all-gather dispatch). ``None`` if
-            each rank has tokens of its own.
+            Number of the token group, which is the same on all ranks that see the same tokens (all-gather dispatch).
+            ``None`` if each rank has its own tokens.
         on_commit
-            Called with the index of a layer whose weights and tables have just been written, so that the host can
-            refresh values that it derives from them. The call comes between two forward passes. If it fails, ``step``
-            raises ``FatalSwitchError``.
+            Called between two forward passes with the index of a layer whose weights and tables have just been written,
+            so that the host can refresh values derived from them. If the call fails, ``step`` raises
+            ``FatalSwitchError``.
 
         Returns
         -------
         Agent
-            The running agent. It connects to the service in the background, so the service may start later.
+            The running agent. It connects to the service in the background, so the service may be started later.
 
         Raises
         ------
         RendezvousError
-            If the ranks do not fit together. Every rank raises it.
+            If the ranks are incompatible. Every rank raises it.
 
         Examples
         --------
-        One rank with one layer of four experts, represented by a namespace. Each pass writes its row of the heat
-        ring, and adds one to the counter. The service is not reachable, so the model keeps its initial layout:
+        One rank with one layer of four experts, represented by a namespace. Each pass writes its row of the heat ring
+        and increments the counter. The service is unreachable, so the model keeps its initial layout:
 
         >>> from types import SimpleNamespace
         >>> import torch
@@ -222,7 +222,7 @@ class Agent:
 
     @property
     def installed(self) -> RankLayout:
-        """Current layout of this rank. The value is immutable; each commit replaces it."""
+        """Current layout of this rank. The object is immutable, and each commit replaces it."""
         return self._switch.state.installed
 
     @property
@@ -232,12 +232,12 @@ class Agent:
 
     @property
     def halted(self) -> str | None:
-        """Reason why this rank must not serve another token, or ``None``."""
+        """Reason why this rank must not serve any more tokens, or ``None``."""
         return None if self._fatal is None else str(self._fatal)
 
     @property
     def unheard(self) -> str | None:
-        """Reason why the ranks are not voting now, or ``None``. They resume without intervention."""
+        """Reason why the ranks are not voting at the moment, or ``None``. Voting resumes without intervention."""
         unheard = self._switch.state.unheard
         return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
@@ -250,15 +250,15 @@ class Agent:
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
         """Record that a forward pass has been queued. The model's thread calls this on every rank, between two passes.
 
-        On a device, call it on the stream that the passes are queued on. The agent reads and writes the layers only on
-        that stream: it reads heat after the pass that counted it, and commits between two passes. It waits for the
-        device only to commit a layer, because it must know which queued pass the commit follows. The time between two
-        calls, by the host's clock, is reported as the step's time.
+        On a device, call it on the stream on which the passes are queued. The agent reads and writes the layers only on
+        that stream: it reads heat after the pass that counted it, and commits between two passes. It synchronizes with
+        the device only to commit a layer, because it must know which queued pass the commit follows. The host-clock
+        time between two calls is reported as the step time.
 
-        On the network, it waits only for the slowest rank's ballot. That ballot nearly always arrives before the
-        model's own collectives are done. Other failures here stop balancing, but not the model.
+        The only network wait is for the slowest rank's ballot, which nearly always arrives before the model's own
+        collectives complete. Errors other than ``FatalSwitchError`` stop balancing, but not the model.
 
-        A missed or repeated call loses heat, and at worst causes a wait. It never causes a wrong output, because layers
+        A missed or repeated call loses heat and, at worst, delays a step. It never causes wrong output, because layers
         switch at numbered forward passes.
 
         Parameters
@@ -266,14 +266,14 @@ class Agent:
         phase
             Phase of the pass: prefill, decode, mixed or dummy.
         tokens
-            Number of this rank's own tokens in the pass, without padding; ``None`` if unknown. If ranks share
-            tokens, the first one reports them and the others report 0.
+            Number of this rank's own tokens in the pass, excluding padding; ``None`` if unknown. If several ranks share
+            tokens, the first of them reports the tokens and the rest report 0.
 
         Raises
         ------
         FatalSwitchError
-            If this rank cannot know which weights its peers route to. It must not serve another token, and every later
-            call raises the error again.
+            If this rank cannot know which weights its peers route to. The rank must not serve any more tokens, and
+            every later call raises the error again.
         """
         if self._fatal is not None:
             raise self._fatal
@@ -282,21 +282,21 @@ class Agent:
 
     @_contained()
     def drain(self, reason: str = "the host asked for it") -> None:
-        """Complete or abort the switch under way, and reject plans until ``resume``.
+        """Complete or abort the switch in progress, and reject plans until ``resume`` is called.
 
-        A collective: every rank calls it between the same two forward passes, before the model sleeps or loads other
-        weights. Once it returns, the agent no longer reads or writes the layers' weights. It takes at most the timeout
-        of one transfer. The host may then change weights in place, but not their placement.
+        This is a collective: every rank calls it between the same two forward passes, before the model sleeps or loads
+        other weights. It takes at most one transfer timeout. Once it returns, the agent no longer reads or writes the
+        layers' weights, and the host may change weights in place, but not their placement.
 
         Parameters
         ----------
         reason
-            Cause of the abort, which the service reports.
+            Reason for the abort, which the service reports.
 
         Raises
         ------
         FatalSwitchError
-            As ``step`` does.
+            See ``step``.
         """
         # The host is about to change weights, so no plan may start even if a later call fails.
         self._guarded(self._switch.pause, reason)
@@ -308,18 +308,18 @@ class Agent:
 
     @_contained(RestoreError)
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
-        """Drain, then move every expert to its slot of ``placement``, and reject plans until ``resume``.
+        """Drain, then move every expert to its slot in ``placement``, and reject plans until ``resume`` is called.
 
-        Some hosts load weights into a running model in their own layout. They restore the placement that they started
-        with, load the weights, and resume. A collective like ``drain``. It takes as long as the transfers of all layers
-        that differ from ``placement``.
+        Some hosts can only load weights into their own initial layout. They restore the initial placement, load the
+        weights, and resume. Like ``drain``, this is a collective. It takes as long as the transfers of all layers that
+        differ from ``placement``.
 
         Parameters
         ----------
         placement
-            Placement of all ranks; usually ``installed.placement`` as it was at the start.
+            Placement of all ranks, usually the initial value of ``installed.placement``.
         reason
-            Cause of the abort, which the service reports.
+            Reason for the abort, which the service reports.
 
         Raises
         ------
@@ -327,7 +327,7 @@ class Agent:
             If a layer could not be restored. Every rank raises it. Each layer then serves either its previous placement
             or ``placement``.
         FatalSwitchError
-            As ``step`` does.
+            See ``step``.
         """
         self._guarded(self._switch.pause, reason)
         self._timer.pause()
@@ -344,24 +344,24 @@ class Agent:
 
     @_contained()
     def resume(self) -> None:
-        """Accept plans again after ``drain`` or ``restore``."""
+        """Resume accepting plans after ``drain`` or ``restore``."""
         self._switch.resume()
 
     @_contained()
     def close(self, timeout: float = 5.0) -> None:
-        """Stop voting and all threads. The current layout stays, and the model can keep serving with it.
+        """Stop voting and all agent threads. The model can keep serving with the current layout.
 
-        Ranks may call this at different times. After the first call, the other ranks stop balancing.
+        Ranks may call this at different times. Once the first rank has called it, the other ranks stop balancing.
 
         Parameters
         ----------
         timeout
-            Longest wait for the control stream to end, in seconds.
+            Maximum time to wait for the control stream to end, in seconds.
 
         Raises
         ------
         FatalSwitchError
-            As ``step`` does.
+            See ``step``.
         """
         try:
             self._guarded(self._stream.close, timeout)
@@ -369,7 +369,7 @@ class Agent:
         finally:
             self._history.close(self._step)
 
-    # Steps of a call at a step boundary, in order
+    # Work done at each step boundary, in order
 
     def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
         if self._unfinished:
@@ -401,7 +401,7 @@ class Agent:
         )
 
     def _adopt(self, report_steps: int, reporting: Reporting) -> None:
-        """Report the heat that the service requests, and remove queued reports that it no longer requests."""
+        """Start reporting the requested heat, and remove queued reports that are no longer requested."""
         changed = reporting != self._heat.reporting
         self._heat.adopt(reporting.report_steps or report_steps, reporting)
         if changed:
@@ -441,16 +441,16 @@ class Agent:
         )
 
     def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Run one step of a host's call. An error in it stops voting until the ranks open a new vote link."""
+        """Run one part of a host's call. If it raises an error, voting stops until the ranks open a new vote link."""
         try:
             call(*arguments)
         except BaseException as error:
             self._recover(error)
 
     def _recover(self, error: BaseException) -> None:
-        """Leave the vote link after an error, so that all ranks' votes stay consistent.
+        """Leave the vote link after an error, so that votes stay consistent across ranks.
 
-        Raise only fatal errors, and interrupts such as ``KeyboardInterrupt``.
+        Only fatal errors and interrupts such as ``KeyboardInterrupt`` are raised.
         """
         fatal = _find_fatal(error)
         if fatal is not None:
@@ -475,7 +475,7 @@ class Agent:
 
 
 def _find_fatal(error: BaseException | None) -> FatalSwitchError | None:
-    """Return the fatal error that ``error`` is or that was being handled when it arose; ``None`` if there is none."""
+    """Return the first fatal error in the chain of ``error`` and its contexts, or ``None`` if there is none."""
     while error is not None and not isinstance(error, FatalSwitchError):
         error = error.__context__
     return error

@@ -1,7 +1,7 @@
-"""Differences between a CPU and an accelerator: events, side streams, pinned host memory and memory formats.
+"""Abstracts the differences between CPUs and accelerators: events, side streams, pinned memory and memory formats.
 
-``torch_npu`` and CUDA register themselves as torch device modules. On a CPU, work is done when a call returns, so the
-events and streams here do nothing.
+CUDA and ``torch_npu`` are available as torch device modules. On a CPU, work is complete when a call returns, so the
+events and streams in this module do nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Mark:
-    """Point in the work of a device's current stream. It can ``move`` to a later point once it has passed.
+    """Point in the work queued on a device's current stream. Once passed, it can be reused with ``move``.
 
     Parameters
     ----------
@@ -28,26 +28,26 @@ class Mark:
         self.move()
 
     def move(self) -> None:
-        """Move the mark behind all work that is queued on the device's current stream."""
+        """Move the mark to the end of all work queued on the device's current stream."""
         if self._event is not None:
-            # The thread's current device may be another one.
+            # The thread's current device may be a different one.
             self._event.record(torch.get_device_module(self._device).current_stream(self._device))
 
     def passed(self) -> bool:
-        """Return True if the device has reached the mark. Never waits."""
+        """Return True if the device has reached the mark. This never waits."""
         return self._event is None or bool(self._event.query())
 
     def hold_current_stream(self) -> None:
-        """Make all work that is later queued on the device's current stream wait for this mark."""
+        """Make work that is subsequently queued on the device's current stream wait for this mark."""
         if self._event is not None:
             self._event.wait(torch.get_device_module(self._device).current_stream(self._device))
 
 
 class SideStream:
-    """Separate stream on a device, next to the model's.
+    """Stream on a device that is separate from the model's stream.
 
-    Keep it for as long as memory that was allocated on it is in use. The allocator reuses freed memory on the stream
-    that it came from, so the model can never get it while work on this stream still writes to it.
+    Keep this object as long as memory allocated on its stream is in use. The allocator reuses freed memory only on the
+    stream on which it was allocated, so the model never receives memory that this stream still writes to.
 
     Parameters
     ----------
@@ -68,9 +68,9 @@ class SideStream:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's model, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``.
+    """Return the device's model name, such as ``NVIDIA H100 80GB HBM3`` or ``Ascend910B3``.
 
-    The name is empty for a CPU, and for a device whose torch module does not provide names.
+    The name is empty for a CPU and for a device whose torch module does not provide one.
     """
     name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if name is None else str(name(device))
@@ -82,34 +82,34 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor in memory that ``device`` can copy from without blocking the caller."""
+    """Return a host tensor, moved to memory that ``device`` can copy from without blocking the caller."""
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def host_view(tensor: torch.Tensor) -> memoryview | None:
-    """Return a view of a CPU tensor's values, ten times faster to read than the tensor; ``None`` on a device."""
+    """Return a view of a CPU tensor that is ten times faster to read than the tensor itself; ``None`` on a device."""
     return tensor.detach().reshape(-1).numpy().data if tensor.device.type == "cpu" else None
 
 
 BASE_FORMATS = frozenset({0, 1, 2, 30})
-"""torch_npu's numbers of NCHW, NHWC, ND and NCDHW. Their elements are in order, so each expert is a slice."""
+"""torch_npu's format numbers for NCHW, NHWC, ND and NCDHW, whose elements are in order, so each expert is a slice."""
 _ND = 2
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return torch_npu's number of a tensor's memory format, such as 29 for FRACTAL_NZ. Without an NPU it is 2 (ND)."""
+    """Return torch_npu's number for a tensor's memory format, such as 29 for FRACTAL_NZ, or 2 (ND) if not on an NPU."""
     if tensor.device.type != "npu":
         return _ND
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if the memory is in blocks (NZ). torch_npu can send such memory only as a whole, with its padding."""
+    """Return True if the memory is in blocks (NZ), which torch_npu can only send whole, including padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy on its device with the elements in order if its memory is in blocks."""
+    """Return the tensor itself or, if its memory is in blocks, a copy on its device with the elements in order."""
     if not in_blocks(tensor):
         return tensor
     copy: torch.Tensor = importlib.import_module("torch_npu").npu_format_cast(tensor, _ND)
@@ -117,5 +117,5 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in order as flat uint8: a view, or a copy if its memory is in blocks."""
+    """Return the tensor's bytes in order as a flat uint8 tensor: a view, or a copy if its memory is in blocks."""
     return in_order(tensor).detach().reshape(-1).view(torch.uint8)

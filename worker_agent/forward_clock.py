@@ -1,8 +1,8 @@
 """Numbering and timing of step boundaries.
 
-A boundary is numbered by the model's forward passes and not by the calls of the agent. A host may miss a call after a
+Boundaries are numbered by the model's forward passes rather than by calls to the agent. A host may miss a call after a
 pass, or call twice. If calls were counted, its rank would then switch layers one pass before or after its peers, and
-tokens would go to slots that hold other experts.
+tokens would be routed to slots that hold the wrong experts.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 
 _MAX_COPIES = 8
-"""Limit on pending copies of the counter. If the device is further behind, the count is only updated later."""
+"""Maximum number of pending copies of the counter. If the device is further behind, the count is updated later."""
 _POLL_SECONDS = 0.001
 _STILL_CALLS = 64
-"""Calls without a new pass before the clock complains. Late counts and repeated calls are over sooner."""
+"""Number of calls without a new pass after which the clock complains. Late counts and repeated calls resolve sooner."""
 
 
 class ForwardClock:
     """Number of the last forward pass before the current step boundary.
 
-    It is the same on every rank of a healthy group. On a CPU, the layers' counter is read at once. On a device, it is
-    copied in the background, so ``called`` accounts for a missed call only some calls later. Only ``exact``, which
-    waits for the device, is always right.
+    It is the same on every rank of a healthy group. On a CPU, the layers' counter is read directly. On a device, it is
+    copied in the background, so ``called`` accounts for a missed call only a few calls later. Only ``exact``, which
+    waits for the device, is always correct.
 
     Parameters
     ----------
     layers
-        The live layers. All ranks create their clock at the same moment, before any of them serves.
+        The live layers. All ranks create their clocks at the same pass, before any of them serves.
     runtime
         Clock and threads to use.
 
     Attributes
     ----------
     trouble
-        Problem if the host's count has gone back, until the ranks ``agree`` on another number; ``None`` otherwise.
+        Problem to report if the host's count has gone back; reset to ``None`` once the ranks ``agree`` on a new number.
     """
 
     def __init__(self, layers: list[LiveLayer], runtime: Runtime = REAL) -> None:
-        # If a pass fails half-way, the last layer has not run.
+        # If a pass fails halfway, the last layer has not run, so its counter covers only complete passes.
         self._counter = layers[-1].load_counter
         self._device = self._counter.device
         self._host_counter = host_view(self._counter)
@@ -72,7 +72,7 @@ class ForwardClock:
 
     @property
     def complaint(self) -> str | None:
-        """Problem with the host's count of passes, or ``None``."""
+        """Problem with the host's pass count, or ``None``."""
         still = self._calls - self._moved_at
         if still < _STILL_CALLS:
             return None
@@ -90,16 +90,16 @@ class ForwardClock:
 
     @property
     def base(self) -> int:
-        """Value that the layers' counter had before pass 1, in the current numbering."""
+        """Value of the layers' counter before pass 1, in the current numbering."""
         return self._first - self._offset
 
     @property
     def reached(self) -> int:
-        """Highest number of a forward pass so far. It does not go back if the host's count does."""
+        """Highest forward pass number so far. It does not go back even if the host's count does."""
         return self._highest
 
     def called(self) -> int:
-        """Count a call of the host, and return the number of the forward pass before it."""
+        """Count a call by the host, and return the number of the forward pass that preceded it."""
         self._calls += 1
         if self._host_counter is None:
             self._follow_counter()
@@ -116,11 +116,11 @@ class ForwardClock:
         return now
 
     def exact(self) -> int:
-        """Return the number of the last queued forward pass. Waits for the device."""
+        """Wait for the device, and return the number of the last queued forward pass."""
         return self._offset + self._device_count()
 
     def at_rest(self, seconds: float) -> bool:
-        """Return True if the device completes all queued work within ``seconds``. Waits until then."""
+        """Wait up to ``seconds`` for the device to complete all queued work, and return True if it does."""
         queued = Mark(self._device)
         end = self._runtime.now() + seconds
         while not queued.passed() and self._runtime.now() < end:
@@ -128,13 +128,13 @@ class ForwardClock:
         return queued.passed()
 
     def agree(self, number: int) -> None:
-        """Set the number of the last forward pass, as all ranks have agreed. The device must have no queued work."""
+        """Set the last forward pass's number to the one that all ranks agreed on. The device's queue must be empty."""
         self._offset += number - self.exact()
         self.trouble = None
 
     @property
     def _count(self) -> int:
-        """Passes since the clock was created by the layers' counter, estimated without waiting for the device."""
+        """Number of passes since the clock was created, estimated without waiting for the device."""
         return self._calls + self._missed_calls if self._host_counter is None else self._device_count()
 
     def _device_count(self) -> int:
@@ -142,7 +142,7 @@ class ForwardClock:
         return int(counter) - self._first
 
     def _follow_counter(self) -> None:
-        """Update the number of missed calls from the copies that have arrived, and start another copy."""
+        """Update the number of missed calls from the copies that have arrived, and start a new copy."""
         while self._copies and self._copies[0][2].passed():
             call, copy, mark = self._copies.popleft()
             self._missed_calls = int(copy) - self._first - call
@@ -155,17 +155,17 @@ class ForwardClock:
 
 
 class StepTimer:
-    """Timer of steps by this host's clock, in microseconds. It never waits for a device.
+    """Step timer based on the host's clock, in microseconds. It never waits for a device.
 
-    A step's time is the time between two calls of the agent. It includes the forward pass as the host sees it, the
-    host's work between two passes, and the agent's own call. If the host queues passes ahead of the device, the time
-    may belong to another step, but the sum over the steps is right. It is wall time, so it includes the time that the
-    host waits for requests.
+    A step's time is the time between two calls to the agent. It includes the forward pass as seen by the host, the
+    host's work between two passes, and the agent's own call. If the host queues passes ahead of the device, time may be
+    attributed to the wrong step, but the sum over all steps is right. It is wall time, so it includes any time that the
+    host spends waiting for requests.
 
     Parameters
     ----------
     clock
-        Returns the time of a monotonic clock in nanoseconds.
+        Callable that returns monotonic time in nanoseconds.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -173,17 +173,18 @@ class StepTimer:
         self._began: int | None = None
 
     def lap(self, passes: int = 1) -> int:
-        """Return the microseconds since the last boundary, at least 1, and start the next lap.
+        """Return the time since the last boundary, and start the next lap.
 
         Parameters
         ----------
         passes
-            Forward passes since the last boundary.
+            Number of forward passes since the last boundary.
 
         Returns
         -------
         int
-            0 if there was no last boundary, or if ``passes`` is not 1.
+            Microseconds since the last boundary, at least 1. 0 if there was no previous boundary, or if ``passes`` is
+            not 1.
         """
         now = self._clock()
         began = self._began
@@ -198,12 +199,12 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that sums the time spent in it, even if the block raises. Any thread may read the sum.
+    """Context manager that sums the time spent in its block, even if the block raises. Any thread may read the sum.
 
     Parameters
     ----------
     clock
-        Returns the time of a monotonic clock in nanoseconds.
+        Callable that returns monotonic time in nanoseconds.
 
     Examples
     --------
@@ -223,7 +224,7 @@ class Stopwatch:
 
     @property
     def micros(self) -> int:
-        """Sum so far, in microseconds."""
+        """Total time so far, in microseconds."""
         return self._nanoseconds // 1000
 
     def __enter__(self) -> None:

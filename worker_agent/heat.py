@@ -1,7 +1,7 @@
-"""Recorder of expert heat that does not delay the device.
+"""Records expert heat without delaying the device.
 
-The layers write each step's counts into rings on the device. The recorder copies a block of consecutive steps to the
-host asynchronously, and reports it once the copy has arrived. A block never spans a layer switch.
+The layers write each step's counts into ring buffers on the device. The recorder copies blocks of consecutive steps to
+the host asynchronously, and reports each block once its copy has arrived. A block never spans a layer switch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from worker_agent.device import Mark, host_empty, host_view
 from worker_agent.live_layer import LiveLayer
 
 _MAX_TOKENS = 1 << 32
-"""Exclusive upper bound of a report's token counts."""
+"""Exclusive upper bound on a report's token counts."""
 _MAX_MICROS = 1 << 32
-"""Exclusive upper bound of a report's step times."""
+"""Exclusive upper bound on a report's step times, in microseconds."""
 _DEADLINE_CALLS = 4096
-"""Step boundaries without a valid count after which the recorder complains that the host no longer counts."""
+"""Number of step boundaries without a valid count after which the recorder complains."""
 
 
 @dataclass
 class _Block:
-    """Steps of the next report.
+    """Steps that will form the next report.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class _Block:
     phases
         Phase of each step.
     tokens
-        This rank's own tokens in each step; steps with an unknown number have no entry.
+        Number of this rank's own tokens in each step. Steps with an unknown number have no entry.
     micros
         Wall time of each step in microseconds, 0 if unknown.
     """
@@ -52,17 +52,17 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A report and the pending copy of its counts from the device.
+    """A report whose counts are being copied from the device.
 
     Parameters
     ----------
     report
         The report. Its arrays are valid once ``arrived`` has passed.
     first_pass
-        Number of the first step's forward pass, by the layers' counter.
+        Number of the first step's forward pass, according to the layers' counter.
     passes
-        Last layer's counter when each of the T rows was recorded, then all C counters after the last row; int64
-        ``[T + C]``.
+        Value of the last layer's counter when each of the T rows was recorded, followed by the values of all C counters
+        after the last row; int64 ``[T + C]``.
     arrived
         Mark that passes when the copy is complete.
     """
@@ -80,23 +80,23 @@ class _Copy:
 
 
 class HeatRecorder:
-    """Recorder that turns the layers' heat rings into reports, one per block of steps.
+    """Recorder that turns the layers' heat rings into one report per block of steps.
 
     Parameters
     ----------
     layers
         The live layers.
     segment_steps
-        Steps per block, at most the number of rows of the rings. Blocks end before each multiple of this number, so
-        that all ranks end theirs at the same steps. A switch ends a block early.
+        Number of steps per block, at most the number of rows in the rings. Blocks end before each multiple of this
+        number, so that all ranks' blocks end at the same steps. A switch ends a block early.
 
     Attributes
     ----------
     lost_steps : int
-        Steps whose row does not hold exactly one forward pass. The host may have run a layer twice in a step, or called
-        the agent's ``step`` never or twice for a pass. Such counts are dropped, never guessed.
+        Number of steps whose row does not hold exactly one forward pass. The host may have run a layer twice in a step,
+        or failed to call the agent's ``step`` exactly once for a pass. Such counts are dropped rather than corrected.
     ring_bytes : int
-        Size of the heat rings.
+        Size of the heat rings in bytes.
     reporting : Reporting
         Heat that the service requests.
     """
@@ -139,18 +139,18 @@ class HeatRecorder:
         )
 
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
-        """Report the requested heat in blocks of ``segment_steps``, or in shorter ones if the rings have fewer rows.
+        """Report the requested heat in blocks of ``segment_steps``, or in shorter blocks if the rings have fewer rows.
 
-        If the blocks become shorter, the current one ends with the next step.
+        If blocks become shorter, the current block ends at the next step.
         """
         block_steps = max(1, min(segment_steps, self._rows))
-        # The service requests shorter blocks when the heat has just changed, and then waits for the pending steps.
+        # The service requests shorter blocks when the heat has just changed. It then needs the pending steps soon.
         self._ends_early = block_steps < self._block_steps
         self._block_steps = block_steps
         self.reporting = reporting
 
     def wants(self, first_step: int) -> bool:
-        """Return True if the service requests the block that begins with this step."""
+        """Return True if the service requests the block that begins at this step."""
         return self.reporting.wants(first_step // self._block_steps)
 
     def step_done(
@@ -162,7 +162,7 @@ class HeatRecorder:
         micros: int = 0,
         base: int | None = None,
     ) -> None:
-        """Record that a step has been queued. It is lost if the layers' counter is not at its pass at that point.
+        """Record that a step has been queued. Its heat is lost if the layers' counter does not match its pass.
 
         Parameters
         ----------
@@ -178,11 +178,11 @@ class HeatRecorder:
             Wall time of the step in microseconds; 0 if unknown.
         base
             Value of the layers' counter before step 0, which changes if the ranks renumber their steps. ``None`` keeps
-            the last value.
+            the previous value.
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Passes without a call are lost. A repeated call belongs to no pass and loses none.
+            # Passes without a call are lost. A repeated call does not belong to a pass, so it loses none.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:
@@ -215,7 +215,8 @@ class HeatRecorder:
         try:
             self._copies.append(self._begin_copy(block, layer_epochs))
         except Exception:
-            # Steps that cannot be reported are lost. They must never join later ones under another placement.
+            # Steps that cannot be reported are lost. They must never be merged with later steps under a different
+            # placement.
             self.lost_steps += len(block.phases)
             raise
 
@@ -232,7 +233,7 @@ class HeatRecorder:
         return reports
 
     def _begin_copy(self, block: _Block, layer_epochs: tuple[int, ...]) -> _Copy:
-        """Start to copy a block's counts to the host."""
+        """Start copying a block's counts to the host."""
         steps = len(block.phases)
         rows = [(self._base + block.first_step + i) % self._rows for i in range(steps)]
         summed = self.reporting.source_sums and self._slot_rings is not None
@@ -253,7 +254,7 @@ class HeatRecorder:
         return _Copy(report, first_pass, self._to_host(passes), Mark(self._device))
 
     def _note_pass(self, row: int, counter: int) -> None:
-        """Store in ``row`` the value that a counter has after the last queued pass."""
+        """Store a counter's value after the last queued pass in ``row``."""
         passes_P = self._host_passes
         value = self._host_counters[counter]
         if passes_P is None or value is None:
@@ -264,13 +265,13 @@ class HeatRecorder:
     def _copy_out(
         self, rings: _Rings | None, rows: list[int], *, summed: bool = False
     ) -> npt.NDArray[np.int32] | None:
-        """Copy rows of all rings to the host.
+        """Copy the given rows of all rings to the host.
 
         Returns
         -------
         array or None
-            The rows, int32 ``[T, L, width]``, or their sum, ``[L, width]``, which the device computes. ``None`` without
-            rings.
+            The rows, int32 ``[T, L, width]``, or their sum, int32 ``[L, width]``, which is computed on the device.
+            ``None`` if there are no rings.
         """
         if rings is None:
             return None
@@ -290,7 +291,7 @@ class HeatRecorder:
 class _Rings:
     """Heat rings of all layers.
 
-    If an adapter keeps all rings in one tensor, a single operation reads a few rows of all of them.
+    If an adapter keeps all rings in one tensor, a single operation reads consecutive rows of all rings.
 
     Parameters
     ----------
@@ -303,7 +304,7 @@ class _Rings:
         self._whole_LWX = _in_one_tensor(rings)
 
     def read_rows(self, rows: list[int]) -> torch.Tensor:
-        """Return a copy of consecutive rows, ``[T, L, width]``. Rows that wrap around are read in two operations."""
+        """Return a copy of consecutive rows, ``[T, L, width]``. Rows that wrap around take two reads."""
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
         counts = self.read_range(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):

@@ -10,19 +10,19 @@ import torch
 from eplb_core.placement import Int32
 
 ExpertWeights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""One kind of weight of all local slots: a tensor ``[S, ...]``, or S tensors of the same shape and type."""
+"""One kind of weight for all local slots: a tensor ``[S, ...]``, or S tensors with the same shape and dtype."""
 
 
 class LiveLayer(Protocol):
     """One MoE layer on this rank.
 
-    In shapes, S is the number of local slots, E of logical experts, and W of rows of a heat ring. All tensors keep
-    their addresses for the life of the layer, because graphs have captured them. The agent only writes into them in
-    place.
+    In shapes, S is the number of local slots, E the number of logical experts, and W the number of rows in a heat ring.
+    All tensors keep their addresses for the lifetime of the layer, because captured graphs refer to them. The agent
+    only writes to them in place.
 
     Examples
     --------
-    A layer of three experts on a single rank, whose slots hold the experts 2, 0 and 1. The agent may change
+    A layer with three experts on a single rank, whose slots hold experts 2, 0 and 1. The agent may change
     ``expert_map``, ``log2phy`` and the weights between two forward passes, so each pass reads them again. A pass also
     counts the tokens of each slot:
 
@@ -50,27 +50,27 @@ class LiveLayer(Protocol):
     >>> layer.moe_load[0], layer.load_counter
     (tensor([2, 3, 1], dtype=torch.int32), tensor(1))
 
-    With more ranks, physical ids are numbered across ranks, and the forward pass dispatches each token to the rank of
-    its slot.
+    With several ranks, physical ids are numbered across ranks, and the forward pass dispatches each token to the rank
+    that holds its slot.
     """
 
     expert_map: torch.Tensor
-    """int32 ``[E]``: local slot of each expert, or -1 if this rank does not hold the expert.
+    """Local slot of each expert, or -1 if this rank does not hold the expert; int32 ``[E]``.
 
-    The agent uses it as its record of this rank's placement. If the host has no such tensor, or uses its own for
-    something that must not change, the adapter creates one for the agent.
+    The agent uses it as its record of this rank's placement. If the host has no such tensor, or needs its own to remain
+    unchanged, the adapter creates one for the agent.
     """
 
     log2phy: torch.Tensor
-    """int32 ``[E]``: physical id that this rank's tokens of each expert go to; or ``[E, D]``, a dealing table.
+    """Physical id to which this rank sends the tokens of each expert, int32 ``[E]``, or a dealing table, ``[E, D]``.
 
     With a dealing table, the ``i``-th token that this rank sends to an expert in a step goes to entry ``i % D``. The
-    host chooses D, which is at most 64 and the same in all layers on all ranks.
+    host chooses D, which is at most 64 and the same for all layers on all ranks.
     """
 
     @property
     def moe_load(self) -> torch.Tensor | None:
-        """int32 ``[W, S]``: tokens received by each slot. Step ``n``, counted from 0, uses row ``n % W``.
+        """Number of tokens received by each slot, int32 ``[W, S]``. Step ``n``, counted from 0, uses row ``n % W``.
 
         ``None`` if the host does not count them. The service then derives them from the source heat and the tables of
         all ranks.
@@ -79,69 +79,69 @@ class LiveLayer(Protocol):
 
     @property
     def source_load(self) -> torch.Tensor | None:
-        """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` if not counted.
+        """This rank's own tokens by logical expert, before dispatch, int32 ``[W, E]``; ``None`` if not counted.
 
         A sum over all ranks must count each token once. If several ranks see the same tokens, one of them counts the
-        tokens and the other ranks have rows of zeros. Every layer needs ``moe_load`` or ``source_load``, and all ranks
-        must have the same ones.
+        tokens and the rows of the other ranks are zero. Every layer needs ``moe_load`` or ``source_load``, and all
+        ranks must provide the same ones.
         """
         ...
 
     load_counter: torch.Tensor
-    """int64 scalar: forward passes so far, including those without tokens. Each pass adds one on every rank.
+    """Number of forward passes so far, int64 scalar. Every pass increments it on every rank, even one without tokens.
 
-    The model's own forward advances it, on the device and inside captured graphs. The counter of the last layer numbers
-    the passes. Do not count the adapter's calls instead: after a missed call, ranks with the same number would be at
-    different passes.
+    The model's own forward pass increments it, on the device and inside captured graphs. The counter of the last layer
+    numbers the passes. Do not count the adapter's calls instead: after a missed call, ranks with the same number would
+    be at different passes.
     """
 
     shares_tokens: bool
-    """True if ranks see the same tokens before they route them (all-gather dispatch). They must then have equal tables.
+    """True if ranks see the same tokens before routing (all-gather dispatch). Their tables must then be equal.
     """
 
     def expert_weights(self) -> Sequence[ExpertWeights]:
-        """Every weight that the expert kernels read, one entry per kind.
+        """Return every weight that the expert kernels read, with one entry per kind.
 
-        In each entry, index ``s`` is the weight of slot ``s``, contiguous. The weights of all layers are on one device.
+        In each entry, index ``s`` is the contiguous weight of slot ``s``. The weights of all layers are on one device.
         """
         ...
 
 
 @runtime_checkable
 class RankBound(Protocol):
-    """A live layer that declares if its experts may leave their ranks. The experts of layers without this field may."""
+    """Live layer that declares whether its experts are bound to their ranks. By default, they are not."""
 
     rank_bound: bool
-    """True if they may not leave. Grouped experts (MoGE) may not, because each rank has one group."""
+    """True if experts must stay on their ranks, as with grouped experts (MoGE), where each rank has one group."""
 
 
 @runtime_checkable
 class RowDealt(Protocol):
-    """A live layer that declares how its host picks an entry of the dealing table."""
+    """Live layer that declares how its host picks an entry of the dealing table."""
 
     entry_by_row: bool
-    """True if the host picks it by the token's row in the batch, so that an expert's entries get equal shares."""
+    """True if the host picks the entry by the token's row in the batch, which gives entries equal shares."""
 
 
 @runtime_checkable
 class Named(Protocol):
-    """A live layer that has a name in the model. Ranks that list the layers in different orders are then rejected."""
+    """Live layer with a name in the model, so that ranks that list layers in different orders are rejected."""
 
     name: str
 
 
 @runtime_checkable
 class Gathering(Protocol):
-    """A live layer that declares how far its dispatch gathers tokens."""
+    """Live layer that declares whether its dispatch gathers the tokens of all ranks."""
 
     gathers_all: bool
-    """True if it gathers the tokens of all ranks. They must then form one token group."""
+    """True if it does. All ranks must then form one token group."""
 
 
 @runtime_checkable
 class PlacementAware(Protocol):
-    """A live layer that needs the placement of all ranks, in addition to its own table."""
+    """Live layer that needs the placement of all ranks in addition to its own tables."""
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Install a placement, int32 ``[R, S]``. The agent calls this when it writes tables, between two steps."""
+        """Install a placement, int32 ``[R, S]``. The agent calls this between two steps, when it writes the tables."""
         ...

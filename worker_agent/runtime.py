@@ -1,4 +1,4 @@
-"""Clock, threads and sockets of a rank, which a simulation replaces by its own."""
+"""Clock, threads and sockets of a rank. A simulation substitutes its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Runtime:
-    """Clock, threads and sockets of the process. Times are seconds of a monotonic clock."""
+    """Clock, threads and sockets of the process. All times are monotonic and in seconds."""
 
     def now(self) -> float:
-        """Return the time in seconds since an arbitrary moment."""
+        """Return the time in seconds since an arbitrary reference point."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -28,14 +28,14 @@ class Runtime:
         return thread
 
     def later(self, seconds: float, call: Callable[[], object]) -> threading.Timer:
-        """Start a timer. It calls ``call`` once, on its own thread, unless it is cancelled."""
+        """Start a timer that calls ``call`` once on its own thread, unless it is cancelled first."""
         timer = threading.Timer(seconds, call)
         timer.daemon = True
         timer.start()
         return timer
 
     def event(self) -> threading.Event:
-        """Create a flag that threads can wait for."""
+        """Create an event that threads can wait for."""
         return threading.Event()
 
     def condition(self) -> threading.Condition:
@@ -52,4 +52,4 @@ class Runtime:
 
 
 REAL = Runtime()
-"""Runtime of the real process, and the default everywhere."""
+"""Runtime of the real process. It is the default everywhere."""

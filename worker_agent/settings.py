@@ -1,4 +1,4 @@
-"""Settings of an agent. Arguments take precedence over the environment (``EPLB_AGENT_*``), and that over defaults."""
+"""Agent settings. Arguments override environment variables (``EPLB_AGENT_*``), which override the defaults."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from eplb_core.wire.channel import Security
 
 TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
-"""Library that transfers experts. ``auto`` selects it by their device."""
+"""Library that transfers experts. ``auto`` selects one according to the experts' device."""
 
 
 class AgentSettings(BaseSettings):
-    """Settings of one agent: its connection to the service, and its rank's votes and transfers.
+    """Settings of one agent: its connection to the service, its votes, and its transfers.
 
-    Most settings from ``vote_interval`` on must be the same on all ranks of a group, as must ``deployment``. The ranks
-    compare them (``shared``) at the rendezvous.
+    ``deployment`` and most of the settings from ``vote_interval`` on must be the same on all ranks of a group. The
+    ranks compare these settings (``shared``) at the rendezvous.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class AgentSettings(BaseSettings):
 
     @property
     def security(self) -> Security:
-        """Security of the channel to the service."""
+        """Security settings of the channel to the service."""
         return Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
 
     def token(self) -> str | None:
@@ -175,14 +175,14 @@ class AgentSettings(BaseSettings):
         Raises
         ------
         OSError
-            If the token's file cannot be read.
+            If the token file cannot be read.
         """
         if self.auth_token_file is not None:
             return self.auth_token_file.read_text(encoding="utf-8").strip()
         return None if self.auth_token is None else self.auth_token.get_secret_value()
 
     def shared(self) -> dict[str, object]:
-        """Return the settings that must be the same on all ranks, by name."""
+        """Return the settings that must be the same on all ranks, keyed by name."""
         names = (
             "deployment",
             "vote_interval",
@@ -199,17 +199,17 @@ class AgentSettings(BaseSettings):
 
 
 def misspelt(variables: Iterable[str]) -> list[str]:
-    """Return a complaint about each environment variable that looks like a setting but is not one.
+    """Return a complaint for each environment variable that looks like a setting but is not one.
 
     Parameters
     ----------
     variables
-        Names of the environment's variables.
+        Names of environment variables.
 
     Returns
     -------
     list of str
-        Complaints in the order of the names, each with the most similar setting.
+        Complaints sorted by variable name, each with the most similar setting.
 
     Examples
     --------
@@ -222,7 +222,7 @@ def misspelt(variables: Iterable[str]) -> list[str]:
     settings = [f"{prefix}{name}".upper() for name in AgentSettings.model_fields]
     complaints = []
     for name in sorted(variables):
-        # The last underscore of the prefix is left out, so that a name without it is reported too.
+        # Match the prefix without its last underscore, so that a name that lacks the underscore is reported too.
         if name.upper().startswith("EPLB_AGENT") and name.upper() not in settings:
             nearest = difflib.get_close_matches(name.upper(), settings, 1, 0.0)[0]
             complaints.append(f"{name} is not a setting and has no effect; did you mean {nearest}?")

@@ -1,23 +1,24 @@
-"""Split of a step's tokens over the replicas of their experts that minimises the load of the hottest rank.
+"""Splits a step's tokens over the replicas of their experts so that the hottest rank's load is minimal.
 
-All ranks compute the same split from the same counts. They use only tensor operators, whose shapes depend only on the
-shape of the placement. The host reads no result, so a graph can capture the computation.
+All ranks compute the same split from the same counts. The computation uses only tensor operators whose shapes depend
+only on the placement's shape, and the host reads no intermediate result, so a graph can capture it.
 
-The split with the least squared rank loads also has the lowest peak. It is computed with the alternating direction
-method of multipliers (ADMM): each round multiplies by a matrix that depends on the placement, and then projects the
-result. The penalty for the distance from the projection is small in the first rounds, which evens out the ranks. It is
-large in the last rounds, which finds the slots that get no tokens.
+The split with the smallest sum of squared rank loads also has the lowest peak. It is computed with the alternating
+direction method of multipliers (ADMM): each round multiplies by a matrix that depends on the placement, and then
+projects the result. The penalty on the distance from the projection is small in the early rounds, which evens out the
+ranks, and large in the late rounds, which identifies the slots that get no tokens.
 
-The split is then rounded to whole tokens along a spanning forest of ranks and replicated experts. Inside the forest,
-rounding costs no rank a whole token. Replicas outside the forest close cycles, and the best rounding of those is not
-known in advance. Several roundings are therefore computed at once, and the one with the coolest hottest rank is used.
+The split is then rounded to whole tokens along a spanning forest of ranks and replicated experts. Within the forest,
+rounding changes each rank's load by less than one token. Replicas outside the forest close cycles, whose best rounding
+is not known in advance. Several roundings are therefore computed at once, and the one with the lowest peak load is
+used.
 
 The distance from the optimum is a fraction of a rank's tokens that shrinks with every round, so larger steps need more
-rounds. Their number must be the same on all ranks, and the host must know it.
+rounds. The number of rounds must be the same on all ranks, and the host must know it.
 
-The ranks must get the same bits on different processors and with any order of summation. Splits are therefore computed
-in 64ths of a token and matrices in multiples of 2**-20, so that every sum is exact in float64 (up to 2**22 choices in a
-step).
+Results must be bitwise identical on all ranks, on different processors and with any order of summation. Splits are
+therefore computed in 64ths of a token and matrices in multiples of 2**-20, so that every sum is exact in float64 for
+steps of up to 2**22 choices.
 
 References
 ----------
@@ -40,21 +41,21 @@ from worker_agent.counting import count_ids, sorted_positions
 from worker_agent.stepwise_tables import PENALTIES, max_replica_slots, rounding_dithers, split_tables
 
 ROUNDS = 22
-"""Number of rounds in steps of up to ``_BASE_CHOICES`` choices.
+"""Number of rounds for steps of up to ``_BASE_CHOICES`` choices.
 
-For the distance from the optimum with other numbers of rounds see ``docs/research/stepwise.md``.
+See ``docs/research/stepwise.md`` for the distance from the optimum with other numbers of rounds.
 """
 _EXTRA_ROUNDS = 20
-"""Number of additional rounds in a step of four times ``_BASE_CHOICES`` choices."""
+"""Number of additional rounds for a step of four times ``_BASE_CHOICES`` choices."""
 _BASE_CHOICES = 8192
 UNKNOWN_CHOICES = 4 * _BASE_CHOICES
-"""Number of choices that is assumed if the ranks do not know the size of a step."""
+"""Number of choices to assume if the ranks do not know the size of a step."""
 
 
 def rounds_for(choices: int) -> int:
-    """Return the number of rounds for a step with ``choices`` choices on all ranks together.
+    """Return the number of rounds for a step with a total of ``choices`` choices on all ranks.
 
-    It grows with the square root of the choices.
+    It grows with the square root of the number of choices.
 
     Examples
     --------
@@ -66,7 +67,7 @@ def rounds_for(choices: int) -> int:
 
 @lru_cache(maxsize=64)
 def _schedule(rounds: int) -> tuple[tuple[int, int], ...]:
-    """Return the index in ``PENALTIES`` and in ``StepwiseSplit.rounds_CM2`` for each round."""
+    """Return each round's index into ``PENALTIES`` and its index into ``StepwiseSplit.rounds_CM2``."""
     levels = [number * len(PENALTIES) // (rounds + 1) for number in range(rounds + 1)]
     # The matrix for the first round of a penalty precedes the matrix for its other rounds.
     return tuple((level, 2 * level - (level > before)) for before, level in pairwise(levels))
@@ -84,55 +85,55 @@ class Gatherer(Protocol):
 
 
 class StepwiseSplit:
-    """Split of each step's tokens under the placement that was installed last.
+    """Split of each step's tokens under the most recently installed placement.
 
-    It is not a ``torch.nn.Module``, because casting a model to another dtype must not cast these tensors. For the
-    dimensions in names see ``stepwise_tables``.
+    It is not a ``torch.nn.Module``, because casting a model to a different dtype must not cast these tensors. For the
+    dimension suffixes in names, see ``stepwise_tables``.
 
     Parameters
     ----------
     phy2log_RS
-        First placement, int32 ``[R, S]``. Every expert must be placed, at most once per rank.
+        Initial placement, int32 ``[R, S]``. Every expert must be placed, and at most once per rank.
     experts
         E, the number of logical experts.
     device
         Device of the tensors.
     rounds
-        Number of rounds, by default ``rounds_for`` the size of the step.
+        Number of rounds; ``rounds_for`` the step's size by default.
     """
 
     physical_P1: torch.Tensor
-    """int32: physical id of each slot, then 0 for choices that are not real."""
+    """Physical id of each slot, then 0 for padding choices, int32."""
 
     expert_P: torch.Tensor
-    """int64: expert of each slot."""
+    """Expert of each slot, int64."""
 
     expert_M: torch.Tensor
-    """int64: expert of each replica slot."""
+    """Expert of each replica slot, int64."""
 
     position_M: torch.Tensor
-    """int64: index of each replica slot among the P slots."""
+    """Index of each replica slot among the P slots, int64."""
 
     totals_YE: torch.Tensor
-    """Sums counts to totals: tokens of each rank's unreplicated experts, then of each replicated expert."""
+    """Matrix from counts to totals: the tokens of each rank's unreplicated experts, then of each replicated expert."""
 
     from_totals: torch.Tensor
-    """Computes all numbers that depend only on the totals: starts of the rounds, and inputs of the rounding."""
+    """Matrix from totals to all values that depend on nothing else: the rounds' starts and the rounding's inputs."""
 
     rounds_CM2: torch.Tensor
-    """Matrix of each kind of round; ``_schedule`` returns their order."""
+    """Matrix for each kind of round. ``_schedule`` returns the order of the kinds."""
 
     exact_X2: torch.Tensor
-    """Computes running sums of rank loads, and tokens of replica slots, from the end of the rounds."""
+    """Matrix from the final state to the running sums of rank loads and the tokens of replica slots."""
 
     by_sum_XM: torch.Tensor
-    """Computes whole tokens of replica slots from rounded sums and slots."""
+    """Matrix from rounded running sums and slots to whole tokens of replica slots."""
 
     bound_MR: torch.Tensor
-    """Computes an upper bound of the rank loads from the tokens of replica slots."""
+    """Matrix from the tokens of replica slots to an upper bound on the rank loads."""
 
     later_MM: torch.Tensor
-    """Sums the tokens in later slots of the same expert."""
+    """Matrix that sums the tokens in later slots of the same expert."""
 
     def __init__(
         self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int | None = None
@@ -149,7 +150,7 @@ class StepwiseSplit:
 
     @staticmethod
     def check(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
-        """Raise ``ValueError`` if the layer cannot split tokens by step."""
+        """Raise ``ValueError`` if the layer does not support the stepwise split."""
         if "moge" in dispatchers:
             raise ValueError(
                 f"layer {layer}: grouped experts have no replicas to split tokens over; use split='tables'"
@@ -161,7 +162,7 @@ class StepwiseSplit:
             )
 
     def install(self, phy2log_RS: Int32) -> None:
-        """Switch to another placement of the same shape, in place; call it between two steps."""
+        """Switch to a new placement of the same shape, in place. Call this between two steps."""
         tables = split_tables(phy2log_RS, self._experts, self._replica_slots)
         for name, table in tables.items():
             getattr(self, name).copy_(torch.from_numpy(table))
@@ -169,20 +170,20 @@ class StepwiseSplit:
     def ends(self, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES) -> torch.Tensor:
         """Compute the split of one step.
 
-        The tokens of all ranks are numbered in order of expert, and slots are in order of expert and physical id. Token
-        ``n`` belongs to the first slot whose end is greater than ``n``.
+        The tokens of all ranks are numbered in expert order, and slots are sorted by expert and physical id. Token
+        ``n`` is assigned to the first slot whose end is greater than ``n``.
 
         Parameters
         ----------
         counts_E
-            Tokens of each expert on all ranks together, integers.
+            Total tokens of each expert on all ranks, integers.
         choices
-            Upper bound of their sum, which the host of every rank knows.
+            Upper bound on their sum, known to every rank's host.
 
         Returns
         -------
         torch.Tensor
-            End of each slot's tokens, int64 ``[P]``, in ascending order.
+            Exclusive end of each slot's tokens, int64 ``[P]``, in ascending order.
 
         Examples
         --------
@@ -201,7 +202,7 @@ class StepwiseSplit:
         rounds = rounds_for(choices) if self._rounds is None else self._rounds
         exact_X = torch.addmv(constant_X, self.exact_X2, self._state(starts, rounds))
         later_M = torch.mv(self.later_MM, self._rounded(exact_X, base_M, first_R)).to(torch.int64)
-        # On a cycle, the rounded slots of an expert need not add up. Its first slot gets the difference.
+        # On a cycle, an expert's rounded slots need not add up to its tokens. Its first slot gets the difference.
         later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
         ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
         return ends_P.index_add_(0, self.position_M, later_M, alpha=-1)
@@ -214,17 +215,17 @@ class StepwiseSplit:
         Parameters
         ----------
         ids_TK
-            Logical experts, -1 for choices that are not real.
+            Logical experts, -1 for padding choices.
         group
-            Ranks that have different tokens. Each sends its E counts to all others, as int32. ``None`` if all ranks see
-            the same tokens, so that no exchange is needed.
+            Ranks that have different tokens. Each rank sends its E counts to all others as int32. ``None`` if all ranks
+            see the same tokens, in which case no exchange is needed.
         common_tokens
             Largest number of tokens on any rank of the group, if all ranks know it.
 
         Returns
         -------
         torch.Tensor
-            Physical experts, int32 ``[T, K]``; arbitrary for choices that are not real.
+            Physical experts, int32 ``[T, K]``; arbitrary for padding choices.
         """
         if group is None:
             choices = ids_TK.numel()
@@ -233,7 +234,7 @@ class StepwiseSplit:
         else:
             choices = common_tokens * group.size * ids_TK.shape[1]
         ids_N = ids_TK.reshape(-1)
-        # Count choices that are not real, -1, as one more expert.
+        # Count padding choices (-1) as one additional expert.
         bucket_N = ids_N.long() % (self._experts + 1)
         counts_E = count_ids(bucket_N, self._experts + 1)[:-1]
         position_N = sorted_positions(bucket_N)
@@ -255,20 +256,20 @@ class StepwiseSplit:
         Parameters
         ----------
         position_N
-            Number of each choice among all ranks' choices in order of expert, int64.
+            Number of each choice among all ranks' choices in expert order, int64.
         counts_E
-            As for ``ends``.
+            See ``ends``.
         choices
-            As for ``ends``.
+            See ``ends``.
         """
         slot_N = torch.searchsorted(self.ends(counts_E, choices), position_N, right=True)
         return self.physical_P1.index_select(0, slot_N)
 
     def _state(self, starts: Sequence[torch.Tensor], rounds: int) -> torch.Tensor:
-        """Return the state after all rounds, preceded by its absolute values, float64 ``[2 * M]`` in 64ths of a token.
+        """Return the state after all rounds, preceded by its absolute value, float64 ``[2 * M]`` in 64ths of a token.
 
-        Positive entries are the tokens of replica slots, close to the optimum. The slots of an expert may not add up to
-        its tokens exactly.
+        Positive entries are the near-optimal token counts of replica slots. An expert's slots may not add up exactly to
+        its tokens.
         """
         state_M2 = starts[0].new_empty(2 * self._replica_slots)
         absolute_M, state_M = state_M2.split(self._replica_slots)
@@ -285,13 +286,13 @@ class StepwiseSplit:
         """Round a split to whole tokens.
 
         Each rounding adds different dithers. It rounds the running sums of the rank loads along the forest, which
-        determine the slots of the forest, and it rounds the slots outside the forest separately. The rounding with the
-        coolest hottest rank is returned, according to a bound that also adds the excess tokens of slots.
+        determine the slots in the forest, and rounds the slots outside the forest separately. The rounding with the
+        lowest bound on the peak load is returned. The bound includes the excess tokens of slots.
 
         Parameters
         ----------
         exact_X
-            Running sums of the rank loads and tokens of the slots, in tokens.
+            Running sums of the rank loads, followed by the tokens of the slots; all in tokens.
         base_M
             Tokens of the slots if ``exact_X`` were zero.
         first_R
@@ -300,7 +301,8 @@ class StepwiseSplit:
         Returns
         -------
         torch.Tensor
-            Whole tokens of the replica slots, float64 ``[M]``. The slots of an expert may miss its tokens by a few.
+            Whole tokens of the replica slots, float64 ``[M]``. The sum over an expert's slots may differ from its
+            tokens by a few.
         """
         whole_WX = torch.add(self._dither_WX, exact_X).floor_()
         slots_WM = torch.addmm(base_M, whole_WX, self.by_sum_XM).relu_()

@@ -1,9 +1,9 @@
-"""Matrices of the stepwise split for one placement: for its rounds, and for rounding along a spanning forest.
+"""Matrices of the stepwise split for one placement, for its rounds and for rounding along a spanning forest.
 
-Dimensions in names: M replica slots (the slots of replicated experts), padded to a number that depends only on the
-placement's shape; P all slots, in order of expert and physical id; R ranks; E logical experts; H replicated experts,
-which have several replicas; X ranks followed by replica slots; Y ranks followed by replicated experts, padded as well;
-W roundings; C kinds of rounds.
+Dimension suffixes in names: M replica slots (the slots of replicated experts), padded to a number that depends only on
+the placement's shape; P all slots, sorted by expert and physical id; R ranks; E logical experts; H replicated experts
+(those with several replicas); X ranks followed by replica slots; Y ranks followed by replicated experts, also padded; W
+roundings; C kinds of rounds.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Float64: TypeAlias = npt.NDArray[np.float64]
 UNITS = 64.0
 """Units per token. Splits are computed in 64ths of a token before they are rounded."""
 _FINE = 2.0**20
-"""All matrix entries are multiples of one over this number."""
+"""All matrix entries are multiples of the reciprocal of this number."""
 PENALTIES = (0.2, 0.8)
-"""Weights of the distance from the projection, relative to the squared loads, in each half of the rounds.
+"""Weight of the distance from the projection, relative to the squared loads, for each half of the rounds.
 
-A small penalty evens out ranks that share few experts. A large one finds the slots that get no tokens, which are many
-if popularity is skewed. In comparison, a constant penalty missed the optimum in more of the skewed steps, and three
-increasing penalties missed it in more of the steps drawn at random.
+A small penalty evens out ranks that share few experts. A large one identifies the slots that get no tokens, of which
+there are many if popularity is skewed. In experiments, a constant penalty missed the optimum in more of the skewed
+steps, and three increasing penalties missed it in more of the random steps.
 """
 _RELAXATION = 1.6
 """Over-relaxation factor of a round."""
 ROUNDINGS = 16
-"""W, the number of roundings of a split that are computed at once."""
+"""W, the number of roundings that are computed at once for a split."""
 
 
 def max_replica_slots(experts: int, ranks: int, slots: int) -> int:
-    """Return the largest number of replica slots of any placement: two for each spare slot, at most all slots.
+    """Return the maximum number of replica slots in any placement: two per spare slot, but at most all slots.
 
     Examples
     --------
@@ -47,7 +47,7 @@ def max_replica_slots(experts: int, ranks: int, slots: int) -> int:
 
 
 def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Compute every tensor of ``StepwiseSplit`` for a placement.
+    """Return every tensor of ``StepwiseSplit`` for a placement.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
     Returns
     -------
     dict of str to array
-        Tensors by name.
+        Tensors, keyed by name.
 
     Raises
     ------
@@ -78,8 +78,8 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
     constant_XY, exact_XM = _exact(slots, on_rank_RM, order_R)
     first_RY, bound_MR = _bound(slots, on_rank_RM)
     by_sum_MX = np.hstack([by_rank_MR, by_slot_MM])
-    # The tokens of a slot are a sum of rounded numbers, plus a base that depends only on the counts. So the base is a
-    # whole number as well.
+    # A slot's tokens are a sum of rounded numbers plus a base that depends only on the counts, so the base is a whole
+    # number as well.
     base_MY = constant_XY[ranks:] - by_sum_MX @ constant_XY
     totals = ranks + replica_slots // 2
     from_totals = [
@@ -109,10 +109,10 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
 
 
 def rounding_dithers(ranks: int, replica_slots: int) -> Float64:
-    """Return the dithers that each rounding adds before it rounds down, in tokens, ``[W, X]``.
+    """Return the dither that each rounding adds before rounding down, in tokens, ``[W, X]``.
 
-    The first rounding is to the nearest token. Each of the others has one dither for all running sums, and a different
-    one for each slot. All are multiples of 1 / ``UNITS``, so that they are the same on every machine.
+    The first rounding rounds to the nearest token. Each of the others has one dither for all running sums and a
+    different one for each slot. All dithers are multiples of 1 / ``UNITS``, so they are the same on every machine.
     """
     rounding_W1 = np.arange(ROUNDINGS)[:, None]
     slot_M = np.arange(replica_slots)
@@ -124,7 +124,7 @@ def rounding_dithers(ranks: int, replica_slots: int) -> Float64:
 
 
 def _totals(slots: _ReplicaSlots, phy2log_RS: Int32, experts: int) -> Float64:
-    """Return the matrix ``[Y, E]`` that sums counts to totals.
+    """Return the matrix from counts to totals, ``[Y, E]``.
 
     The totals are the tokens of each rank's unreplicated experts, followed by the tokens of each replicated expert.
     """
@@ -138,10 +138,10 @@ def _totals(slots: _ReplicaSlots, phy2log_RS: Int32, experts: int) -> Float64:
 
 
 def _rounds(slots: _ReplicaSlots, on_rank_RM: Float64, replica_slots: int) -> tuple[list[Float64], Float64]:
-    """Return the starts of the rounds, ``[M, Y]`` for each penalty, and the matrices of all kinds, ``[C, M, 2 * M]``.
+    """Return each penalty's start, ``[M, Y]``, and the matrices for all kinds of rounds, ``[C, M, 2 * M]``.
 
-    The first penalty has one kind. Each further penalty has two: one for its first round, whose prices are still in
-    units of the previous penalty, and one for its other rounds.
+    The first penalty has one kind of round. Each later penalty has two: one for its first round, where prices are still
+    in units of the previous penalty, and one for its remaining rounds.
     """
     starts = []
     kinds = []
@@ -155,11 +155,12 @@ def _rounds(slots: _ReplicaSlots, on_rank_RM: Float64, replica_slots: int) -> tu
 
 
 def _without_bounds(slots: _ReplicaSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
-    """Return the split without lower bounds, as linear functions of the totals, ``[M, Y]``, and a target, ``[M, M]``.
+    """Return the unbounded split as linear functions of the totals, ``[M, Y]``, and of a target, ``[M, M]``.
 
-    Slots may get negative tokens. The target is the point that the projection proposes. The split minimises the squared
-    rank loads plus ``penalty`` times the squared distance from the target, and the slots of each expert add up to its
-    tokens. These are linear equations (Karush, Kuhn, Tucker) with the same matrix for all counts.
+    Without lower bounds, slots may get negative tokens. The target is the point that the projection proposes. The split
+    minimises the squared rank loads plus ``penalty`` times the squared distance from the target, subject to each
+    expert's slots adding up to its tokens. The optimality (Karush-Kuhn-Tucker) conditions are linear equations with the
+    same matrix for all counts.
     """
     of_expert_MH = slots.of_expert_MH
     slot_count, expert_count = of_expert_MH.shape
@@ -177,14 +178,14 @@ def _without_bounds(slots: _ReplicaSlots, on_rank_RM: Float64, penalty: float) -
 def _exact(slots: _ReplicaSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple[Float64, Float64]:
     """Return matrices that correct a split so that each expert's slots add up to its tokens.
 
-    The first slot of an expert gets the difference. The result is the sum of the first matrix times the totals and the
-    second matrix times the split. It consists of the running sums of the rank loads, in the order of the forest,
-    followed by the tokens of the slots.
+    The first slot of an expert gets the difference. The corrected split is the first matrix times the totals plus the
+    second matrix times the split. It consists of the running sums of the rank loads, in forest order, followed by the
+    tokens of the slots.
 
     Returns
     -------
     tuple of array
-        Matrices ``[X, Y]`` of the totals and ``[X, M]`` of the split.
+        Matrices for the totals, ``[X, Y]``, and for the split, ``[X, M]``.
     """
     slot_count = len(slots.rank_M)
     ranks = len(order_R)
@@ -199,12 +200,12 @@ def _exact(slots: _ReplicaSlots, on_rank_RM: Float64, order_R: list[int]) -> tup
 
 
 def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
-    """Return matrices for an upper bound of the rank loads: ``[R, Y]`` of the totals and ``[M, R]`` of the slots.
+    """Return matrices for an upper bound on rank loads: ``[R, Y]`` for the totals and ``[M, R]`` for the slots.
 
-    An expert's first slot gets the tokens that its other slots leave. If they have more tokens than the expert, the
-    excess is removed from one of them. No rank then exceeds the bound, which adds the excess of all experts to every
-    rank. The bound omits a term that is the same for all splits of the same counts: the sum of the tokens of all
-    replicated experts.
+    An expert's first slot gets the tokens that its other slots leave over. If those slots have more tokens than the
+    expert, the excess is removed from one of them. No rank can then exceed the bound, because it adds the excess of all
+    experts to every rank. The bound omits the total tokens of all replicated experts, which is the same for all splits
+    of the same counts.
     """
     first_RM = on_rank_RM * slots.first_M
     first_RY: Float64 = np.hstack([np.eye(len(on_rank_RM)), first_RM @ slots.of_expert_MH])
@@ -213,13 +214,13 @@ def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]
 
 
 def _relaxed(split_MM: Float64, replica_slots: int, price_scale: float) -> Float64:
-    """Return the matrix of one over-relaxed round, ``[M, 2 * M]``, without the constant start.
+    """Return the matrix for one over-relaxed round, ``[M, 2 * M]``, without the constant start.
 
-    It multiplies the absolute values of a state, followed by the state itself, and yields the next state. A state is a
-    split minus its prices: a positive entry is the tokens of a slot, and a negative entry is a negated price. The
-    projection of a state is therefore its positive part, and its absolute value is the sum of split and prices.
+    Multiplied by a state's absolute value followed by the state itself, it yields the next state. A state is a split
+    minus its prices: a positive entry is the tokens of a slot, and a negative entry is a negated price. A state's
+    projection is therefore its positive part, and its absolute value is the sum of split and prices.
 
-    Prices are in units of the penalty. ``price_scale`` converts them after a change of the penalty.
+    Prices are in units of the penalty. ``price_scale`` converts them when the penalty changes.
     """
     slot_count = split_MM.shape[0]
     step_MM = _RELAXATION * split_MM
@@ -247,22 +248,22 @@ def _padded(matrix: Float64, rows: int, columns: int) -> Float64:
 
 @dataclass(frozen=True)
 class _ReplicaSlots:
-    """The replica slots of a placement, in order of expert and physical id."""
+    """Replica slots of a placement, sorted by expert and physical id."""
 
     expert_M: list[int]
     rank_M: list[int]
     column_M: list[int]
-    """Number of the slot among the replicas of its expert."""
+    """Index of the slot among the replicas of its expert."""
     physical_M: list[int]
 
     @property
     def same_MM(self) -> Float64:
-        """1 for two slots of the same expert, otherwise 0."""
+        """Matrix with 1 for two slots of the same expert, otherwise 0."""
         return np.equal.outer(self.expert_M, self.expert_M).astype(np.float64)
 
     @property
     def first_M(self) -> Float64:
-        """1 for the first slot of an expert, otherwise 0."""
+        """Vector with 1 for the first slot of an expert, otherwise 0."""
         return np.equal(self.column_M, 0).astype(np.float64)
 
     @property
@@ -272,7 +273,7 @@ class _ReplicaSlots:
 
     @property
     def of_expert_MH(self) -> Float64:
-        """1 for a slot and its expert, otherwise 0."""
+        """Matrix with 1 for a slot and its expert, otherwise 0."""
         return np.equal.outer(self.expert_M, self.expert_H).astype(np.float64)
 
     @classmethod
@@ -297,11 +298,11 @@ def _forest(slots: _ReplicaSlots, ranks: int) -> tuple[list[int], Float64, Float
     Returns
     -------
     order_R : list of int
-        Ranks in the order in which the walk visits them. The ranks below an edge are consecutive.
+        Ranks in visiting order. The ranks below an edge are consecutive.
     by_rank_MR : array
         Tokens of each slot in the forest, as a linear combination of the running sums of the rank loads.
     by_slot_MM : array
-        Contribution of the slots outside the forest to the tokens of each slot, also linear.
+        Contribution of the slots outside the forest to the tokens of each slot, also as a linear combination.
     """
     slot_count = len(slots.rank_M)
     expert_node_M = [ranks + expert for expert in slots.expert_M]
@@ -330,7 +331,8 @@ def _forest(slots: _ReplicaSlots, ranks: int) -> tuple[list[int], Float64, Float
     by_slot_MM = np.zeros((slot_count, slot_count))
     by_slot_MM[outside, outside] = 1.0
     for slot, subtree in subtree_of.items():
-        # If the node below the edge is an expert, the rank above gets fewer tokens of it when the ranks below get more.
+        # If the node below the edge is an expert, the rank above gets fewer of its tokens when the ranks below get
+        # more.
         sign = -1.0 if subtree[0] >= ranks else 1.0
         positions = [order_R.index(node) for node in subtree if node < ranks]
         if positions:

@@ -37,39 +37,39 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 10.0
 _INITIAL_SILENCE_SECONDS = 60.0
-"""Time after a logged failure in which a known reason is not logged again; it doubles each time."""
+"""Time after a logged failure during which a known reason is not logged again. It doubles with each logged failure."""
 _MAX_REASONS = 8
-"""Limit on the reasons that are logged at once when they are new."""
+"""Maximum number of distinct reasons that are logged as soon as they first occur."""
 _WELCOME_SECONDS = 10.0
 _INITIAL_BEAT_SECONDS = 1.0
-"""Heartbeat interval until the service sends its own."""
+"""Heartbeat interval until the service specifies one."""
 _PLANS_KEPT = 16
-"""Limit on the orders that wait for the model's next step."""
+"""Maximum number of orders pending for the model's next step."""
 _STALL_SECONDS = 60.0
-"""Stall to report. A healthy stream never waits that long for a welcome, a new attempt or heat of the other ranks."""
+"""Length of a stall that is reported. A healthy stream waits less, even for a welcome or for other ranks' heat."""
 
 _MAX_STATUSES = 4096
-"""Limit on queued statuses. A plan has only a few per layer, so only a service that never returns reaches the limit."""
+"""Maximum number of queued statuses. A plan has few per layer, so only a permanently lost service can exhaust it."""
 _MAX_SKIPPED_BEATS = 4
-"""Limit on consecutive heartbeats without news that are skipped."""
+"""Maximum number of consecutive heartbeats without news that may be skipped."""
 
 _Outgoing: TypeAlias = HeatReport | PlanStatus
 
 
 class Outbox:
-    """Queue from the model's thread, which never waits here, to the stream's. Statuses go first and are not dropped.
+    """Queue from the model's thread to the stream's. It sends statuses first, and never blocks the model's thread.
 
     Parameters
     ----------
     heat_reports
-        Maximum number of queued heat reports. If another one is added, the oldest is dropped.
+        Maximum number of queued heat reports. Adding one more drops the oldest.
     runtime
-        Locks to use.
+        Source of locks.
 
     Attributes
     ----------
     lost_steps
-        Steps whose heat was lost before it reached the outbox.
+        Number of steps whose heat was lost before it reached the outbox.
     """
 
     def __init__(self, heat_reports: int = 64, runtime: Runtime = REAL) -> None:
@@ -82,11 +82,11 @@ class Outbox:
 
     @property
     def dropped_steps(self) -> int:
-        """Steps that will not be reported, because their heat was dropped here or lost before."""
+        """Number of steps that are not reported because their heat was dropped here or lost earlier."""
         return self._dropped_steps + self.lost_steps
 
     def put(self, item: _Outgoing) -> None:
-        """Add an item. If there are too many heat reports, drop the oldest one."""
+        """Add an item. If there are too many heat reports, drop the oldest."""
         with self._changed:
             if isinstance(item, HeatReport):
                 self._heat.append(item)
@@ -97,7 +97,7 @@ class Outbox:
             self._changed.notify()
 
     def restore(self, item: _Outgoing) -> None:
-        """Return an item that could not be sent to the front of the queue."""
+        """Put an unsent item back at the front of the queue."""
         with self._changed:
             if not isinstance(item, HeatReport):
                 self._statuses.appendleft(item)
@@ -112,7 +112,7 @@ class Outbox:
             self._heat = deque(report for report in self._heat if is_requested(report))
 
     def take(self, timeout: float) -> _Outgoing | None:
-        """Return the next item to send, or ``None`` after ``timeout`` seconds without one or after ``wake``."""
+        """Return the next item to send, or ``None`` if ``timeout`` seconds pass without one or ``wake`` is called."""
         with self._changed:
             if not self._heat and not self._statuses:
                 self._changed.wait(timeout)
@@ -121,23 +121,23 @@ class Outbox:
             return self._heat.popleft() if self._heat else None
 
     def wake(self) -> None:
-        """Make a waiting ``take`` return."""
+        """Make a blocked ``take`` return."""
         with self._changed:
             self._changed.notify_all()
 
 
 class HeartbeatSchedule:
-    """Schedule of a rank's heartbeats, without side effects. Times are seconds of a monotonic clock.
+    """Schedule of a rank's heartbeats. It does no I/O; the caller passes the monotonic time in seconds.
 
-    Heat reports also show the service that a rank is alive, and the heartbeats of many ranks cost it more than their
-    heat. A heartbeat without news is therefore skipped if heat was sent in the current or the previous interval. After
-    four skipped ones, the next is sent in any case, so that a service that missed a message catches up. No rank is
-    silent for more than three intervals.
+    Heat reports also show the service that a rank is alive, and with many ranks, heartbeats cost the service more than
+    heat does. A heartbeat without news is therefore skipped if heat was sent in the current or previous interval. After
+    four consecutive skips, the next heartbeat is always sent, so that a service that missed a message catches up. No
+    rank is silent for more than three intervals.
 
     Parameters
     ----------
     now
-        Current time; the first heartbeat is due at once.
+        Current time. The first heartbeat is due immediately.
     """
 
     def __init__(self, now: float) -> None:
@@ -148,15 +148,15 @@ class HeartbeatSchedule:
         self._skipped = 0
 
     def seconds_left(self, now: float) -> float:
-        """Return the seconds until the next call of ``is_due``."""
+        """Return the number of seconds until ``is_due`` should next be called."""
         return self._next_at - now
 
     def note_heat(self) -> None:
-        """Record that heat was sent, which shows the service that the rank is alive and at which step it is."""
+        """Record that heat was sent, which tells the service that the rank is alive and which step it has reached."""
         self._heat_in_interval = True
 
     def is_due(self, now: float, beat: Heartbeat, interval: float) -> bool:
-        """Return True if ``beat`` must be sent, and schedule the next call ``interval`` seconds later."""
+        """Return True if ``beat`` must be sent, and schedule the next call in ``interval`` seconds."""
         self._next_at = now + interval
         heat_sent = self._heat_in_interval or self._heat_in_previous
         self._heat_in_previous = self._heat_in_interval
@@ -171,10 +171,10 @@ class HeartbeatSchedule:
 
 
 class OutageLog:
-    """Selection of the connection failures to log, without side effects. Times are seconds of a monotonic clock.
+    """Rate limiter for connection logs. It does no I/O; the caller passes the monotonic time in seconds.
 
-    The first failure is logged, then one after one minute, two minutes, four minutes and so on. A failure with a new
-    reason is logged at once, for the first few reasons.
+    The first failure is logged, then one after a further minute, two minutes, four minutes and so on. The first few
+    distinct failure reasons are logged as soon as they occur.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class OutageLog:
         return True
 
     def logs_return(self, now: float) -> bool:
-        """Return True if this connection must be logged: the first one, and the first one after a logged failure."""
+        """Return True if this connection is the first, or the first since a logged failure, and must be logged."""
         self._next_at = min(self._next_at, now + _INITIAL_SILENCE_SECONDS)
         self._wait = _INITIAL_SILENCE_SECONDS
         logged = self._logged
@@ -206,7 +206,7 @@ class OutageLog:
 
 
 class ServiceStream:
-    """Control stream to the service. It introduces the rank, sends the outbox's items and queues the service's orders.
+    """Control stream to the service. It introduces the rank, sends the outbox's items, and queues incoming orders.
 
     Parameters
     ----------
@@ -217,24 +217,24 @@ class ServiceStream:
     outbox
         Queue of items to send.
     installed
-        Returns this rank's current layout. The stream's threads call it.
+        Callable that returns this rank's current layout. The stream's threads call it.
     highest_term
-        Returns the highest leader term that the switch has received. The stream's threads call it.
+        Callable that returns the highest leader term that the switch has received. The stream's threads call it.
     beat
-        Returns the heartbeat to send. The stream's threads call it.
+        Callable that returns the heartbeat to send. The stream's threads call it.
     runtime
         Clock, threads and locks to use.
 
     Attributes
     ----------
     plans
-        Orders from the service that the model's thread has yet to process.
+        Orders from the service that the model's thread has not processed yet.
     welcome
         Last welcome from the service; ``None`` before the first.
     reporting
         Heat that the service requests.
     connected
-        True while the service has welcomed this rank and the stream is open.
+        True if the service has welcomed this rank and the stream is open.
     """
 
     def __init__(
@@ -268,9 +268,9 @@ class ServiceStream:
         self._thread = self._start_thread()
 
     def keep_alive(self) -> None:
-        """Restart the thread if it has died, because the service must not lose a rank for good.
+        """Restart the thread if it has died, so that the service does not lose this rank permanently.
 
-        A stalled thread is logged once, and once more when it resumes.
+        A stall is logged once when it is detected and once when the thread resumes.
         """
         if not self._thread.is_alive() and not self._closing.is_set():
             _log.error("rank %d: the control stream's thread has died; restarting it", self._identity.rank)
@@ -287,7 +287,7 @@ class ServiceStream:
             _log.warning("rank %d: the control stream %s", self._identity.rank, change)
 
     def close(self, timeout: float) -> None:
-        """End the stream, and wait at most ``timeout`` seconds for its thread."""
+        """End the stream, and wait up to ``timeout`` seconds for its thread to finish."""
         self._closing.set()
         call = self._call
         if call is not None:
@@ -310,7 +310,7 @@ class ServiceStream:
             except OSError as error:
                 self._log_lost(f"cannot read the credentials: {error}")
             except Exception:
-                # A defect here must neither end balancing for good nor reach the model.
+                # A bug here must neither end balancing permanently nor reach the model.
                 _log.exception("rank %d: the control stream failed", self._identity.rank)
             if self.connected:
                 backoff = _INITIAL_BACKOFF_SECONDS
@@ -320,7 +320,7 @@ class ServiceStream:
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
 
     def _run_connection(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
-        """Open one connection, and handle the service's messages until it ends."""
+        """Open a connection, and handle the service's messages until the connection ends."""
         ended = self._runtime.event()
         token = self._settings.token()
         metadata = [] if token is None else [("authorization", f"Bearer {token}")]
@@ -342,13 +342,13 @@ class ServiceStream:
             self._outbox.wake()
 
     def _requests(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Yield this rank's messages, in parts that the service accepts. A gRPC thread runs this."""
+        """Yield this rank's messages, split into parts that are small enough for the service. Runs on a gRPC thread."""
         for message in self._messages(ended):
             yield from in_parts(message)
 
     def _messages(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Yield the hello, heartbeats and queued items. A heartbeat with news is sent even if the queue is long."""
-        # The switch learns of a new term only at the model's next step, which may be late.
+        """Yield the hello, heartbeats and queued items. A long queue does not hold up heartbeats that carry news."""
+        # The switch learns of a new term only at the model's next step, which may be a long way off.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
         heartbeats = HeartbeatSchedule(self._runtime.now())
@@ -395,7 +395,7 @@ class ServiceStream:
             self._enqueue(decode(CallOff, response.call_off))
 
     def _enqueue(self, order: Order) -> None:
-        """Queue an order for the model's next step. If the model is idle and the queue is full, drop the oldest one."""
+        """Queue an order for the model's next step. If the queue is full, drop the oldest order."""
         while self.plans.qsize() >= _PLANS_KEPT:
             with contextlib.suppress(queue.Empty):
                 self.plans.get_nowait()

@@ -1,6 +1,6 @@
 """Checksums of an expert's bytes, computed on the device that holds its weights.
 
-On a CPU the checksum is XXH3. On any other device it is a weighted sum, computed with torch operations.
+On a CPU, the checksum is XXH3. On any other device, it is a weighted sum computed with torch operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 from worker_agent.device import bytes_of
 
 _MAX_NUMBERS = 1 << 20
-"""Maximum number of integers per operation. It limits the int64 products, of eight bytes each, to 8 MiB."""
+"""Maximum number of integers per operation. It limits the temporary int64 products to 8 MiB."""
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """Multiplier between chunks. It is odd, so multiplication by it modulo 2**64 is reversible."""
 
@@ -47,13 +47,13 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def device_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the tensors' integers modulo 2**64, weighted by position: an int64 scalar on their device.
+    """Return the position-weighted sum of the tensors' integers modulo 2**64, an int64 scalar on their device.
 
-    The tensors' bytes are read as int32 if their number is a multiple of four, and as uint8 otherwise.
+    A tensor's bytes are read as int32 if their number is a multiple of four, and as uint8 otherwise.
 
     Examples
     --------
-    The positions are counted from 1: 3 * 1 + 5 * 2 = 13.
+    Positions start at 1: 3 * 1 + 5 * 2 = 13.
 
     >>> device_sum([torch.tensor([3, 5], dtype=torch.int32)])
     tensor(13)
@@ -74,9 +74,9 @@ def _position_weights(device: torch.device) -> torch.Tensor:
 
 
 def _as_integers(data: torch.Tensor) -> torch.Tensor:
-    """Return bytes as int32 if their number is a multiple of four, and unchanged otherwise.
+    """Return the bytes viewed as int32 if their number is a multiple of four, and unchanged otherwise.
 
-    Bytes that do not start at a multiple of four are copied first.
+    Bytes at an offset that is not a multiple of four are copied first.
     """
     if data.numel() % 4:
         return data

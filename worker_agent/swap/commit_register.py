@@ -1,11 +1,11 @@
-"""Settles a vote whose outcome only some ranks received: cooperative termination of a two-phase commit.
+"""Settles votes whose outcome reached only some ranks, by cooperative termination of the two-phase commit.
 
-If a link fails during the vote that would commit a layer, one rank may have the outcome and another only an error. If
-both kept serving, tokens could be routed to the wrong weights. A rank without the outcome therefore asks the others
+If a link fails during a vote that would commit a layer, one rank may receive the outcome and another only an error. If
+both kept serving, tokens could be routed to the wrong weights. A rank without the outcome therefore asks its peers
 (Bernstein, Hadzilacos and Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4). A rank
-with the outcome answers with its action. A rank without it is in doubt from the moment it is asked, even if the outcome
-arrives later. If all ranks are in doubt, none has committed and none will. Only a rank that does not answer at all
-makes the others wait, and the model's next collective would wait for that rank as well.
+that has the outcome answers with its action. A rank without it is in doubt from the moment it is asked, even if the
+outcome arrives later. If all ranks are in doubt, none has committed and none will. The ranks wait only for one that
+does not answer at all, and the model's next collective would wait for that rank anyway.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.peers import PeerGoneError, Peers
 
 _VOTES_KEPT = 16
-"""Number of votes remembered. A rank is at most one vote behind another, because each vote needs all ballots."""
+"""Number of votes to remember. Ranks are at most one vote apart, because each vote needs all ballots."""
 _ROUND_SECONDS = 1.0
-"""Time to ask all remaining peers once."""
+"""Time for asking all remaining peers once."""
 
 
 class FatalSwitchError(RuntimeError):
-    """This rank cannot know whether its weights match its peers' tables. It must not serve another token.
+    """This rank cannot know whether its weights match its peers' tables. It must not serve any more tokens.
 
-    It is the only error that an agent passes on to the model: a wrong token is worse than none.
+    Agents pass this error on to the model, because a wrong token is worse than none.
     """
 
 
 class Verdict(enum.Enum):
-    """Result on one rank of a vote that was to commit a layer. ABORTED only follows IN_DOUBT."""
+    """One rank's result of a vote to commit a layer. ABORTED only follows IN_DOUBT."""
 
     COMMITTED = b"c"
     ABORTED = b"a"
@@ -41,16 +41,16 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Settlement:
-    """One rank's knowledge about one vote (immutable). Each event returns a new value.
+    """One rank's knowledge of a vote. It is immutable: each event returns a new value.
 
     Parameters
     ----------
     peers
         All other ranks of the group.
     verdict
-        Result of the vote on this rank; ``None`` until it has the outcome or is asked for it.
+        Result of the vote on this rank; ``None`` until the rank receives the outcome or is asked for it.
     in_doubt
-        Peers that have answered that they are in doubt.
+        Peers that have reported that they are in doubt.
 
     Examples
     --------
@@ -69,11 +69,11 @@ class Settlement:
     in_doubt: frozenset[int] = frozenset()
 
     def with_commit(self) -> Settlement:
-        """Record the outcome that the vote commits. It comes too late if this rank is already in doubt."""
+        """Record that the vote commits. This has no effect if this rank is already in doubt."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.COMMITTED)
 
     def with_doubt(self) -> Settlement:
-        """Record that this rank has no outcome, or that a peer has asked for it first."""
+        """Record that this rank has no outcome, or that a peer asked before it arrived."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.IN_DOUBT)
 
     def with_answer(self, peer: int, verdict: Verdict) -> Settlement:
@@ -89,14 +89,14 @@ class Settlement:
 
 
 class CommitRegister:
-    """Results of the last votes on this rank. Answers peers that ask for them and settles votes without an outcome.
+    """Results of the last votes on this rank. It answers peers' questions and settles votes without an outcome.
 
     Parameters
     ----------
     peers
         Connection to the other ranks.
     patience
-        Longest wait for a peer that does not answer, in seconds: as long as the model would wait for it.
+        Maximum wait for a peer that does not answer, in seconds. It is as long as the model would wait for that peer.
     runtime
         Clock to use.
     """
@@ -109,9 +109,9 @@ class CommitRegister:
         self._lock = threading.Lock()
 
     def answer(self, vote: int) -> Verdict | None:
-        """Return this rank's verdict for a peer, or ``None`` if the vote is forgotten.
+        """Return this rank's verdict in answer to a peer, or ``None`` if the vote has been forgotten.
 
-        A vote without an outcome is in doubt from now on.
+        If the vote has no outcome yet, it is in doubt from now on.
         """
         with self._lock:
             if self._votes and vote <= max(self._votes) - _VOTES_KEPT:
@@ -121,19 +121,19 @@ class CommitRegister:
     def may_commit(self, vote: int, *, has_outcome: bool) -> bool:
         """Return True if the vote commits its layer on all ranks.
 
-        A rank with the outcome does not wait, unless a peer has asked for it first.
+        A rank that has the outcome does not wait, unless a peer asked before it arrived.
 
         Parameters
         ----------
         vote
             Number of the vote.
         has_outcome
-            True if this rank has received the outcome that the vote commits.
+            True if this rank has received the outcome and the vote commits.
 
         Raises
         ------
         FatalSwitchError
-            If a peer that may have committed does not answer.
+            If a peer that may have committed does not answer in time.
         """
         with self._lock:
             settlement = self._settlement(vote)
@@ -141,7 +141,7 @@ class CommitRegister:
         return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
     def _settle(self, vote: int) -> Verdict:
-        """Ask peers until one knows the result or all are in doubt."""
+        """Ask the peers repeatedly until one knows the result or all are in doubt."""
         end = self._runtime.now() + self._patience
         waiting = self._peers.others
         while waiting:
@@ -159,12 +159,12 @@ class CommitRegister:
         return Verdict.ABORTED
 
     def _ask_once(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
-        """Ask each peer once and yield the answers."""
+        """Ask each peer once, and yield each peer's answer."""
         for peer in sorted(waiting):
             try:
                 answers = self._peers.ask([peer], b"d%d" % vote, _ROUND_SECONDS / len(waiting))
             except PeerGoneError:
-                # The model cannot serve another token without that rank, so its result no longer binds the others.
+                # The model cannot serve another token without that rank, so the peers are not bound by its result.
                 yield peer, Verdict.IN_DOUBT
                 continue
             if peer in answers:

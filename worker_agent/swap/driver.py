@@ -1,6 +1,6 @@
-"""Drives the switch state machine: feeds it events and carries out its actions.
+"""Drives the switch's state machine: feeds it events and carries out its actions.
 
-Votes and commits run on the model's thread, transfers on a thread of their own.
+Votes and commits run on the model's thread, and transfers on a separate thread.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ _log = logging.getLogger("eplb.agent")
 _POLL_SECONDS = 0.005
 """Interval for polling other threads while the model is paused."""
 _OFFER_DEADLINE_STEPS = 512
-"""Steps after which a plan that some rank does not hold is dropped."""
+"""Number of steps after which a plan that has not reached every rank is dropped."""
 
 
 @dataclass
 class SwitchStats:
-    """Totals of this rank's switches since its start.
+    """Totals over this rank's switches since it started.
 
     Parameters
     ----------
     layers_switched
-        Layers committed.
+        Number of committed layers.
     experts_received
-        Experts received and installed.
+        Number of experts received and installed.
     bytes_received
-        Size of these experts.
+        Total size of these experts in bytes.
     plans_aborted
-        Plans that ended with an abort.
+        Number of aborted plans.
     install_seconds
-        Time that this rank spent copying experts and tables into the live layers, or queueing the copies.
+        Time that this rank spent copying experts and tables into live layers or, on a device, queueing the copies.
     commit_seconds
-        Time that commits paused the model: from a vote's outcome until all ranks had installed the part.
+        Time for which commits paused the model, from each vote's outcome until all ranks had installed the part.
     transfer_seconds
-        Duration of all transfers that were committed.
+        Total duration of the transfers that were committed.
     """
 
     layers_switched: int = 0
@@ -79,7 +79,7 @@ class SwitchStats:
 
 
 class SwitchDriver:
-    """The switch of one rank, with its threads and links.
+    """Layer switch of one rank, with its threads and links.
 
     Parameters
     ----------
@@ -94,9 +94,9 @@ class SwitchDriver:
     history
         Record of this rank's votes and actions.
     on_status
-        Called with each plan status for the service.
+        Called with each plan status to send to the service.
     before_commit
-        Called with the epochs of all layers just before any of them is switched.
+        Called with the epochs of all layers just before any layer is switched.
     on_commit
         Called with the index of each layer that has just been installed.
     runtime
@@ -155,16 +155,16 @@ class SwitchDriver:
         self._step = 0
         self._staged: TransferResult | None = None
         self._unreported_commits: list[tuple[PlanStatus, RankLayout]] = []
-        """Statuses to report once all ranks have installed the part, each with the layout after its layer."""
+        """Statuses to report once all ranks have installed the part, each with the layout after that layer's commit."""
         self._trouble: str | None = None
         """Reason to open a new vote link at the next step boundary, or ``None``."""
 
     @property
     def complaint(self) -> str | None:
-        """Last problem of a background thread that is still running, or ``None``."""
+        """Last problem reported by a background thread that is still running, or ``None``."""
         return lost_lanes() or self._replicas.complaint or self._group.peers.complaint
 
-    # Called at each step boundary, in this order
+    # Methods called at each step boundary, in this order
 
     def take_events(self, step: int, orders: Sequence[Order]) -> None:
         """Process all events since the last step boundary, except for votes.
@@ -174,12 +174,12 @@ class SwitchDriver:
         step
             Current step.
         orders
-            Orders that have arrived from the service.
+            Orders received from the service.
 
         Raises
         ------
         FatalSwitchError
-            If a rank has failed, or this rank's weights or tables are damaged.
+            If any rank has failed, or this rank's weights or tables are corrupted.
         """
         self._step = step
         if self._group.failure is not None:
@@ -199,7 +199,7 @@ class SwitchDriver:
         self._watch_transfers()
         self.state = self.state.at_step(step)
         if self.votes.rest():
-            # Heat counted so far must be reported under the old pass numbers.
+            # Heat recorded so far must be reported under the old pass numbers.
             self._call_guarded(self._before_commit, self.state.installed.layer_epochs)
         trouble = self._trouble or self.votes.trouble
         self._trouble = None
@@ -207,7 +207,7 @@ class SwitchDriver:
             self.stumble(trouble)
 
     def vote(self, step: int) -> None:
-        """Count the vote that is due at this boundary, and cast a ballot if one is due here or was missed.
+        """Count the vote that is due at this boundary, and cast a ballot if one is due now or was missed.
 
         Raises ``FatalSwitchError`` if the ranks may no longer have the same layout.
         """
@@ -226,19 +226,19 @@ class SwitchDriver:
             self._cast_vote(*ballot_due)
 
     def see_term(self, term: int) -> None:
-        """Record the leader term of a connected service."""
+        """Record the leader term of the connected service."""
         self.state = self.state.with_term(term)
 
     def stumble(self, reason: str) -> None:
-        """Leave the vote link after a failure outside a commit. All ranks then open a new one, later each time.
+        """Leave the vote link after a failure outside a commit. All ranks then open a new link, with increasing delays.
 
-        If the vote under way may commit a layer, it is settled first. Raises ``FatalSwitchError`` if that fails.
+        If the vote in progress may commit a layer, it is settled first. Raises ``FatalSwitchError`` if that fails.
         """
         if self.votes.voter is not None:
             self._lose_votes(self.votes.voter, reason)
 
     def fail(self, reason: str) -> None:
-        """Stop serving on this rank, and make all peers stop as well."""
+        """Stop serving on this rank and on all peers."""
         prefix = f"rank {self._identity.rank}: "
         self._group.fail(prefix + reason.removeprefix(prefix))
         self.votes.leave()
@@ -246,13 +246,14 @@ class SwitchDriver:
     # Pausing and closing
 
     def pause(self, reason: str) -> None:
-        """Vote to abort the plan under way, and reject plans until ``resume``."""
+        """Vote to abort the plan in progress, and reject plans until ``resume`` is called."""
         self.state = self.state.with_pause(reason)
 
     def drain(self, reason: str) -> None:
-        """Finish or abort the plan under way on all ranks, and reject plans until ``resume``. A collective.
+        """Finish or abort the plan in progress on all ranks, and reject plans until ``resume`` is called.
 
-        Waits for a running transfer to end, at most until its deadline. If the vote link breaks, the plan is dropped.
+        This is a collective. It waits for a running transfer to end, but not beyond the transfer's deadline. If the
+        vote link breaks, the plan is dropped.
         """
         self.state = self.state.with_pause(reason)
         self.budget.open()
@@ -265,7 +266,7 @@ class SwitchDriver:
         self._wait_for_reader()
 
     def _wait_for_reader(self) -> None:
-        """Wait until no thread reads a live expert, at most for the transfer timeout because a device may hang."""
+        """Wait until no thread reads a live expert. Give up after the transfer timeout, because a device may hang."""
         end = self._runtime.now() + self._settings.transfer_timeout_seconds
         while self._replicas.reading:
             if self._runtime.now() > end:
@@ -278,9 +279,9 @@ class SwitchDriver:
             self._runtime.sleep(_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
-        """Drain, then switch every layer to ``target`` with the usual votes, and reject plans until ``resume``.
+        """Drain, switch every layer to ``target`` with the usual votes, and reject plans until ``resume`` is called.
 
-        If it fails, the remaining layers keep their placement. They are the same layers on all ranks.
+        If this fails, the remaining layers keep their placement. The set of remaining layers is the same on all ranks.
         """
         self.drain(reason)
         installed = self.state.installed
@@ -294,17 +295,17 @@ class SwitchDriver:
         self._wait_for_reader()
 
     def resume(self) -> None:
-        """Accept plans again. The host may have changed weights since the drain."""
+        """Resume accepting plans. The host may have changed weights since the drain."""
         self._replicas.forget()
         self.budget.refill()
         self.state = self.state.resumed()
 
     def close(self) -> None:
-        """Stop voting and all threads, without waiting for the other ranks to do the same.
+        """Stop voting and all threads, without waiting for other ranks to do the same.
 
-        If a vote that could commit a layer is under way, the ranks settle it. None commits, unless one has already
-        committed at this very boundary; then this rank commits too. Raises ``FatalSwitchError`` if a rank that may have
-        committed does not answer.
+        If a vote that could commit a layer is in progress, the ranks settle it. No rank commits unless a peer has
+        already committed at this same boundary, in which case this rank commits too. Raises ``FatalSwitchError`` if a
+        rank that may have committed does not answer.
         """
         try:
             voter = self.votes.voter
@@ -340,7 +341,7 @@ class SwitchDriver:
             self._lose_votes(voter, str(error))
 
     def _count_votes(self, voter: Voter) -> VoteOutcome:
-        """Count the vote under way, carry out its outcome, and return the outcome."""
+        """Count the vote in progress, carry out its outcome, and return the outcome."""
         with self._fatal_if(voter.may_commit):
             try:
                 outcome = voter.count(self._step, self._clock.exact)
@@ -355,7 +356,7 @@ class SwitchDriver:
         return outcome
 
     def _switch_part(self, voter: Voter, outcome: VoteOutcome) -> None:
-        """Install the part that the vote committed. Keep serving only if no rank reports that it failed to."""
+        """Install the part that the vote committed. Stop serving if any rank reports a failed install."""
         try:
             self._apply(self.state.decide(outcome))
         except BaseException as error:
@@ -376,28 +377,29 @@ class SwitchDriver:
 
     @contextmanager
     def _fatal_if(self, may_commit: bool) -> Iterator[None]:
-        """Turn any error into a ``FatalSwitchError`` if the vote may commit a layer.
+        """Convert any error into a ``FatalSwitchError`` if the vote may commit a layer.
 
-        This rank must not serve after an error between the vote's outcome and the install.
+        This rank must not keep serving after an error between the vote's outcome and the install.
         """
         try:
             yield
         except (FatalSwitchError, GeneratorExit):
-            # An error before or after the block only closes this generator. Such an error is not fatal: the outcome is
-            # then either not known yet, and settled later, or applied completely.
+            # The generator is closed if an error occurs just outside the block. That error is not fatal, because the
+            # outcome is either still unknown and settled later, or has been applied completely.
             raise
         except BaseException as error:
             if not may_commit:
                 raise
             reason = f"this rank could not follow a vote that may have committed a layer: {error!r}"
             if not isinstance(error, Exception):
-                # Pass an interrupt on unchanged. If the host survives it, neither it nor its peers may keep serving.
+                # Re-raise an interrupt unchanged. Even if the host survives it, neither this rank nor its peers may
+                # keep serving.
                 self._group.fail(f"rank {self._identity.rank}: {reason}")
                 raise
             raise FatalSwitchError(reason) from error
 
     def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
-        """Settle the last vote, leave its link, and begin to open a new one. Return the outcome of the vote."""
+        """Settle the last vote, leave its link, and start opening a new one. Return the vote's outcome."""
         paused_at = self._runtime.now()
         try:
             with self._fatal_if(voter.may_commit):
@@ -406,7 +408,7 @@ class SwitchDriver:
                 if outcome.result is VoteResult.COMMIT:
                     self._group.installed_vote = voter.number
             if outcome.result is VoteResult.COMMIT:
-                # This rank can distinguish a late peer from one that is gone only until it leaves the vote link.
+                # Once this rank leaves the vote link, it can no longer distinguish a late peer from one that is gone.
                 self._group.wait_for_installs(voter.number)
                 self._report_commits(paused_at)
         finally:
@@ -423,7 +425,7 @@ class SwitchDriver:
     def _apply(self, transition: Transition) -> None:
         """Adopt the new state and carry out its actions."""
         after, actions = transition
-        # Until the copies of a commit are done, the slots do not match the new state.
+        # Until a commit's copies are complete, the slots do not match the new state.
         self._committing = any(isinstance(action, Commit) for action in actions)
         self.state = after
         for action in actions:
@@ -444,7 +446,7 @@ class SwitchDriver:
                     self._report(action)
 
     def _watch_transfers(self) -> None:
-        """Replace a transfer thread that has died or hangs. Its lane is abandoned, so it can no longer do harm."""
+        """Replace a transfer thread that has died or hung. Its lane is abandoned, so it can do no further harm."""
         failure = self.transfers.failing
         if failure is not None:
             self.transfers = TransferWorker(
@@ -453,11 +455,11 @@ class SwitchDriver:
             self.state = self.state.with_transfer_ended(self.state.generation, failure)
             self.stumble(failure)
         elif self.state.transfer_runs and not self.transfers.running:
-            # An error on the model's thread prevented the transfer from starting, or its result from being recorded.
+            # An error on the model's thread kept the transfer from starting or its result from being recorded.
             self.state = self.state.with_transfer_ended(self.state.generation, "the transfer has no result")
 
     def _poll_transfer(self) -> None:
-        """Record the result of a transfer that has ended, and report its layers."""
+        """If a transfer has ended, record its result and report its layers."""
         result = self.transfers.poll()
         if result is None:
             return
@@ -479,7 +481,7 @@ class SwitchDriver:
                 )
 
     def _commit(self, commit: Commit) -> None:
-        """Install all layers of a part in place, between two steps. A failure before the last one is done is fatal."""
+        """Install all layers of a part in place, between two steps. A failure part-way through is fatal."""
         result = self._staged
         self._staged = None
         indices = [layer.layer for layer in commit.layers]
@@ -499,13 +501,13 @@ class SwitchDriver:
         Parameters
         ----------
         commit
-            The commit of the part.
+            The part's commit.
         update
-            New placement and table of the layer.
+            The layer's new placement and table.
         rows
-            Staged experts of the layer.
+            The layer's staged experts.
         installed
-            Layout after the layer.
+            Layout after the layer's commit.
         """
         layer = update.layer
         live = self._layers[layer]
@@ -531,10 +533,10 @@ class SwitchDriver:
         self._unreported_commits.append((status, installed))
 
     def _report_commits(self, paused_at: float) -> None:
-        """Report the layers just committed, now that all ranks serve them.
+        """Report the layers that have just been committed, once all ranks serve them.
 
-        The model has been paused since ``paused_at``. Each layer is charged an equal share of that time, which includes
-        the wait for the device, the copies, and the messages with which the ranks confirm the commit.
+        The model has been paused since ``paused_at``. That time includes the wait for the device, the copies, and the
+        messages that confirm the commit. Each layer is charged an equal share.
         """
         commits = self._unreported_commits
         self._unreported_commits = []
@@ -544,17 +546,17 @@ class SwitchDriver:
             self._report(replace(status, commit_seconds=seconds / len(commits)), installed)
 
     def _stable_layout(self) -> RankLayout | None:
-        """Return the current layout, or ``None`` while the host or a commit may be writing to the weights."""
+        """Return the current layout, or ``None`` if the host or a commit may be writing to the weights."""
         return self.state.installed if self.state.paused is None and not self._committing else None
 
     def _report(self, status: PlanStatus, installed: RankLayout | None = None) -> None:
-        """Send a status with the step and a layout's version, by default the current layout's."""
+        """Report a status together with the step and the version of ``installed``, by default the current layout."""
         layout = installed or self.state.installed
         versioned = replace(status, step=self._step, epoch=layout.epoch, digest=layout.digest)
         self._call_guarded(self._on_status, versioned)
 
     def _call_guarded(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call code outside the switch. If it fails, finish the current action, then open a new vote link."""
+        """Call code outside the switch. If it fails, complete the current action and then open a new vote link."""
         try:
             call(*arguments)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Fingerprints of live experts. Ranks compare them before they serve, to detect that they loaded different weights."""
+"""Fingerprints of live experts. Ranks compare them before serving to detect that they loaded different weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker_agent.device import bytes_of
 from worker_agent.live_layer import ExpertWeights
 
 _SAMPLE_BYTES = 16_384
-"""Bytes to read from each tensor, evenly spaced. Different weights differ in the sample, and it takes few seconds."""
+"""Number of evenly spaced bytes to sample per tensor: enough to detect different weights within a few seconds."""
 
 
 def expert_fingerprints(weights: Sequence[ExpertWeights]) -> npt.NDArray[np.uint32]:
@@ -23,7 +23,7 @@ def expert_fingerprints(weights: Sequence[ExpertWeights]) -> npt.NDArray[np.uint
     Parameters
     ----------
     weights
-        The layer's weights by kind; each is read on its device.
+        The layer's weights by kind. Each is sampled on its device.
 
     Returns
     -------
@@ -33,7 +33,7 @@ def expert_fingerprints(weights: Sequence[ExpertWeights]) -> npt.NDArray[np.uint
     sums_S = [0] * len(weights[0])
     for weight in weights:
         stride = max(1, bytes_of(weight[0]).numel() // _SAMPLE_BYTES)
-        # An even stride would always read the same byte of a number, so make it odd.
+        # An even stride would always sample the same byte of a number, so make it odd.
         samples = torch.stack([bytes_of(expert)[:: stride | 1] for expert in weight]).cpu().numpy()
         sums_S = [zlib.crc32(sample.tobytes(), value) for sample, value in zip(samples, sums_S, strict=True)]
     return np.array(sums_S, dtype=np.uint32)
@@ -73,7 +73,7 @@ def differing_replicas(slots_LRS: Int32, sums_RLS: Sequence[npt.NDArray[np.uint3
 
 
 def shared_memory(layers: Mapping[str, Sequence[ExpertWeights]]) -> str | None:
-    """Return a message about the first two layers whose experts share memory, or ``None`` if no layers do.
+    """Return a message about the first two layers whose experts share memory, or ``None`` if there are none.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""The agents' own group: its members, their shared secret, and its process groups for votes and transfers.
+"""The agents' own group: its members, their shared secret, and the process groups for votes and transfers.
 
-Once the agents have met, they use none of the host engine's process groups. They can therefore neither reorder nor
-delay the model's collectives.
+Once the agents have met, they no longer use the host engine's process groups, so they can neither reorder nor delay the
+model's collectives.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ANNOUNCE_SECONDS = 1.0
 _POSITION_SECONDS = 0.5
 _INSTALL_POLL_SECONDS = 0.005
 _MAX_REASON = 500
-"""Longest failure reason that is sent to the peers, in characters."""
+"""Maximum length of a failure reason that is sent to peers, in characters."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks do not fit together or cannot reach each other. All ranks raise it before any serves a token."""
+    """The ranks are incompatible or cannot reach each other. All ranks raise it before any of them serves a token."""
 
 
 class AgentGroup:
@@ -42,13 +42,13 @@ class AgentGroup:
     peers
         This rank's socket.
     secret
-        Secret that all members share.
+        Secret shared by all members.
     rank
         Number of this rank.
     addresses
         Address of each rank, in order.
     patience
-        Longest wait for a rank that may have committed a layer, in seconds.
+        Maximum wait for a rank that may have committed a layer, in seconds.
 
     Attributes
     ----------
@@ -57,23 +57,23 @@ class AgentGroup:
     size
         Number of ranks.
     peers
-        Questions and answers between the ranks.
+        Channel for questions and answers between the ranks.
     store
-        Values that ranks exchange to open process groups.
+        Store for values that ranks exchange to open process groups.
     register
         Results of the last votes on this rank.
     failure
-        Reason why some rank of the group, this one or a peer, must not serve any more; ``None`` if all may serve.
+        Reason why a rank of the group, either this one or a peer, must no longer serve; ``None`` if all may serve.
     installed_vote
         Number of the last vote whose layers this rank has installed.
     formed_attempt
         Number of the attempt that opened the current vote link.
     peer_left
-        True once a peer makes a later attempt to open a vote link.
+        True once a peer has attempted to open a newer vote link.
     position
-        Returns this rank's number of calls and of forward passes.
+        Callable that returns this rank's number of calls and its number of forward passes.
     checksum
-        Returns the checksum of a live expert, given its layer and expert index; ``None`` if it is unknown.
+        Callable that returns the checksum of a live expert, given the layer and expert indices; ``None`` if unknown.
     """
 
     def __init__(
@@ -97,20 +97,21 @@ class AgentGroup:
     def join(
         cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any, patience: float = 60.0
     ) -> tuple[AgentGroup, list[Any]]:
-        """Form the group from the ranks of the host's group. A collective.
+        """Form the group from the ranks of the host's group. This is a collective.
 
         Parameters
         ----------
         host_group
-            The host's gloo group, used only here. It is trusted, because the ranks agree on their secret over it.
+            The host's gloo group. It is used only during this call, and must be trusted because the secret is sent over
+            it.
         node
             Host of this rank. If all ranks are on one node, they use the loopback address.
         address
-            Address at which the other ranks reach this one.
+            Address at which the other ranks can reach this one.
         facts
             Value to send to all ranks.
         patience
-            Longest wait for a rank that may have committed a layer, in seconds.
+            Maximum wait for a rank that may have committed a layer, in seconds.
 
         Returns
         -------
@@ -143,19 +144,19 @@ class AgentGroup:
         return group, [rank_facts for _, _, rank_facts in gathered]
 
     def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
-        """Open a new gloo group of all ranks. Every rank calls this with the same name, in its own time.
+        """Open a new gloo group of all ranks. Every rank calls this with the same name, in any order.
 
         Parameters
         ----------
         name
             Name of the group.
         timeout
-            Bound on opening the group, and on each operation that is not waited for with its own timeout.
+            Time limit for opening the group and, by default, for each operation on it.
 
         Raises
         ------
         RuntimeError
-            If not all ranks join, or a process that is not a member has connected to this rank.
+            If not all ranks join in time, or if a process that is not a member has connected to this rank.
         """
         # torch's stubs do not list the options.
         library: Any = dist.ProcessGroupGloo
@@ -170,7 +171,7 @@ class AgentGroup:
         return cast("dist.ProcessGroup", backend)
 
     def _prove_links(self, backend: Any, name: str, timeout: timedelta) -> None:
-        """Raise ``RuntimeError`` if a link does not lead to the rank that it belongs to."""
+        """Raise ``RuntimeError`` if any link leads to the wrong rank."""
 
         def proofs(claim: Callable[[int], str]) -> torch.Tensor:
             proof_of_rank = (self.peers.proof(claim(rank).encode()) for rank in range(self.size))
@@ -179,7 +180,7 @@ class AgentGroup:
         sent = proofs(lambda rank: f"{name}: from {self.rank} to {rank}")
         expected = proofs(lambda rank: f"{name}: from {rank} to {self.rank}")
         received = torch.zeros_like(sent)
-        # Each rank's proof arrives over the link to that rank and over no other.
+        # A rank's proof can only arrive over the link to that rank.
         backend.alltoall_base(received, sent, [], []).wait(timeout)
         wrong = (received != expected).view(self.size, -1).any(dim=1).nonzero().flatten().tolist()
         if wrong:
@@ -188,20 +189,20 @@ class AgentGroup:
             )
 
     def fail(self, reason: str) -> None:
-        """Record that this rank must not serve any more, and notify the peers unless a failure is already known."""
+        """Record that this rank must no longer serve, and notify the peers unless a failure is already known."""
         if self.failure is None:
             self.failure = reason[:_MAX_REASON]
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
     def wait_for_installs(self, vote: int) -> None:
-        """Wait until every rank has installed the part that a vote committed, after links broke before all confirmed.
+        """Wait until every rank has installed the part that a vote committed. Used if links broke before all confirmed.
 
-        A rank whose process has ended counts as done, because the model cannot serve another token without it.
+        A rank whose process has ended counts as having installed it, because the model cannot serve without that rank.
 
         Raises
         ------
         FatalSwitchError
-            If any rank has failed, or is silent for as long as the model would wait for it.
+            If any rank has failed, or has been silent for as long as the model would wait for it.
         """
         end = self.peers.runtime.now() + self._patience
         waiting = set(self.peers.others)
@@ -226,7 +227,7 @@ class AgentGroup:
             raise FatalSwitchError(self.failure)
 
     def positions(self) -> dict[int, tuple[int, int]]:
-        """Ask the peers for their positions, and return the calls and forward passes of each rank that answers."""
+        """Ask the peers for their positions, and return the call and forward-pass counts of each rank that answers."""
         try:
             answers = self.peers.ask(self.peers.others, b"p", _POSITION_SECONDS)
         except PeerGoneError:
@@ -235,11 +236,11 @@ class AgentGroup:
         return {rank: (int(calls), int(forward)) for rank, (calls, forward) in numbers.items()}
 
     def close(self) -> None:
-        """Close the socket after ``patience`` seconds. Until then peers may still ask about this rank's commits."""
+        """Close the socket after ``patience`` seconds. Until then, peers may still ask about this rank's commits."""
         self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
-        """Answer a peer's question, or return ``None`` if there is no answer. The first byte is the kind of question.
+        """Return the answer to a peer's question, or ``None`` if there is none. The question's first byte is its kind.
 
         - ``d``: this rank's verdict on a vote
         - ``t``: this rank's attempt to open a vote link, given the peer's attempt
@@ -249,7 +250,7 @@ class AgentGroup:
         - ``i``: ``+`` if this rank has installed the part of a vote
         - ``v``: a value in this rank's store
 
-        A rank that knows of a failure answers ``t``, ``i`` and ``v`` with ``!`` and the reason.
+        A rank that knows of a failure answers ``t``, ``i`` and ``v`` with ``!`` followed by the reason.
         """
         kind = question[:1]
         subject = question[1:].decode()
@@ -257,7 +258,7 @@ class AgentGroup:
             verdict = self.register.answer(int(subject))
             return None if verdict is None else verdict.value
         if kind == b"t":
-            # A datagram may arrive late or twice, so ignore the attempt behind the current link and earlier ones.
+            # A datagram may arrive late or twice, so ignore attempts up to the one that opened the current link.
             self.peer_left |= int(subject) > self.formed_attempt
             subject = f"attempt/{self.rank}"
         if kind == b"f":
@@ -277,7 +278,7 @@ class AgentGroup:
 
 
 def _reachable(address: str) -> str:
-    """Resolve a name to an IP address. Raises ``OSError`` if other hosts cannot reach that address."""
+    """Resolve a name to an IP address. Raises ``OSError`` if the address is not reachable from other hosts."""
     resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
     if ipaddress.ip_address(resolved).is_loopback:
         raise OSError(
@@ -287,14 +288,14 @@ def _reachable(address: str) -> str:
 
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
-    """Raise ``RendezvousError`` on all ranks if any of them has a complaint. A collective."""
+    """Raise ``RendezvousError`` on all ranks if any of them has a complaint. This is a collective."""
     for rank, rank_complaint in enumerate(_all_gather(host_group, complaint)):
         if rank_complaint is not None:
             raise RendezvousError(f"rank {rank}: {rank_complaint}")
 
 
 def _all_gather(host_group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Return the values of all ranks, in order. A collective."""
+    """Return the values of all ranks, in rank order. This is a collective."""
     gathered: list[Any] = [None] * dist.get_world_size(host_group)
     dist.all_gather_object(gathered, value, group=host_group)
     return gathered

@@ -1,9 +1,9 @@
-"""Lanes for transfers of experts: from host to host over gloo, or from device to device over NCCL or HCCL.
+"""Lanes for expert transfers: from host to host over gloo, or from device to device over NCCL or HCCL.
 
-Before each exchange, both ends announce over the host which bytes they will send, once for all pieces of an expert.
-Nothing is queued on a device until the announcements have arrived, so a failed rank shows as a broken link on the host.
-An operation that is already queued on a device and waits for a missing peer is hard to cancel. It occupies part of the
-device, and the libraries cancel it by ending the process.
+Before each exchange, both ends announce over the host which bytes they will send, with one announcement for all pieces
+of an expert. Nothing is queued on a device until the announcements have arrived, so a failed rank shows up as a broken
+link on the host. This matters because a queued device operation whose peer is missing is hard to cancel: it occupies
+part of the device, and the libraries cancel it by ending the process.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from worker_agent.swap.group import AgentGroup
 
 _POLL_SECONDS = 0.0001
 _NEVER = timedelta(days=365)
-"""Timeout passed to the device libraries. Transfers enforce their own deadlines, because a library's watchdog ends the
-process when a timeout expires."""
+"""Timeout passed to the device libraries, whose watchdogs end the process when a timeout expires. Transfers enforce
+their own deadlines instead."""
 _MAX_NCCL_BLOCKS = 4
-"""Maximum number of thread blocks of a transfer. The model's kernels run at the same time, and some of them need all
-other blocks."""
+"""Maximum number of thread blocks per transfer. The model's kernels run at the same time, and some of them need all the
+remaining blocks."""
 _HCCL_BUFFER_MIB = 100
-"""HCCL's buffer size. Each communicator takes twice this much device memory. The default of 200 is meant for the
+"""HCCL's buffer size. Each communicator uses twice this much device memory. HCCL's default of 200 is meant for the
 model's communicators."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A piece of an expert's memory to send to a peer, or to receive from it.
+    """Piece of an expert's memory to send to, or receive from, a peer.
 
     Parameters
     ----------
     peer
         Rank at the other end.
     data
-        The memory. On a lane, uint8 ``[n]``, or a whole tensor if its memory is in blocks.
+        The memory. Lanes take uint8 ``[n]``, or a whole tensor if its memory is in blocks.
     expert
-        Logical expert, for error messages; -1 if it does not matter.
+        Logical expert, for error messages; -1 if irrelevant.
     """
 
     peer: int
@@ -74,7 +74,7 @@ class Deadline:
         return seconds
 
     def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds``, even if the deadline passes meanwhile."""
+        """Sleep for ``seconds``, even if the deadline passes in the meantime."""
         self._runtime.sleep(seconds)
 
 
@@ -82,24 +82,24 @@ class Lane(Protocol):
     """A process group used only for transfers."""
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """Send one expert to a peer while receiving another expert from the same or another peer.
+        """Send one expert to a peer while receiving another expert from the same or a different peer.
 
-        On return, all bytes have been sent and received, also on a device. Later work on the current stream sees the
+        On return, all bytes have been sent and received, even on a device. Later work on the current stream sees the
         received bytes.
 
         Parameters
         ----------
         outgoing
-            Pieces of the expert to send; may be empty.
+            Pieces of the expert to send. May be empty.
         incoming
-            Memory for the pieces to receive; may be empty.
+            Memory for the pieces to receive. May be empty.
         deadline
             Time limit of the transfer.
 
         Returns
         -------
         float
-            Duration in seconds, from the moment that both ends were ready.
+            Duration in seconds, measured from when both ends were ready.
 
         Raises
         ------
@@ -108,11 +108,11 @@ class Lane(Protocol):
         RuntimeError
             If a link is broken.
         ValueError
-            If a peer announces other pieces than ``incoming``.
+            If a peer announces pieces that do not match ``incoming``.
         """
 
     def retire(self) -> None:
-        """Close the lane for good. A peer's exchange with this rank fails as soon as the peer notices."""
+        """Close the lane permanently. A peer's exchange with this rank fails as soon as the peer notices."""
 
 
 class _HostLane:
@@ -122,7 +122,7 @@ class _HostLane:
         self._group: dist.ProcessGroup | None = group
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """See ``Lane``. Copies to and from a device run on the current stream, and have finished on return."""
+        """See ``Lane``. Copies to and from a device run on the current stream and have completed on return."""
         self.meet(outgoing, incoming, deadline)
         seconds_at_start = deadline.remaining()
         for leaving, arriving in zip_longest(outgoing, incoming):
@@ -130,10 +130,10 @@ class _HostLane:
         return seconds_at_start - deadline.remaining()
 
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
-        """Exchange announcements with all peers of an exchange, and check the announcements of the sending peers.
+        """Exchange announcements with all peers in an exchange, and check those of the sending peers.
 
         Without this check, gloo would end the process if sizes differed, and a device would wait forever for bytes that
-        its peer does not send. Raises ``ValueError`` if a peer announces other pieces than ``incoming``.
+        its peer never sends. Raises ``ValueError`` if a peer announces pieces that do not match ``incoming``.
         """
         works = []
         received = dict[int, torch.Tensor]()
@@ -149,7 +149,7 @@ class _HostLane:
             check_announced(peer, received[peer], [parcel for parcel in incoming if parcel.peer == peer])
 
     def retire(self) -> None:
-        """See ``Lane``. The links close with the last reference to the group."""
+        """See ``Lane``. The links close when the last reference to the group is dropped."""
         self._group = None
 
     def _exchange_piece(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
@@ -174,13 +174,13 @@ class _HostLane:
 
 
 def _announcement(parcels: Sequence[Parcel]) -> torch.Tensor:
-    """Return an announcement of pieces, int64 ``[2]``: their total size in bytes and a CRC-32 of the piece sizes."""
+    """Return an announcement of pieces, int64 ``[2]``: their total size in bytes and a CRC-32 of their sizes."""
     sizes = [parcel.data.nbytes for parcel in parcels]
     return torch.tensor([sum(sizes), zlib.crc32(repr(sizes).encode())])
 
 
 def check_announced(peer: int, announcement_2: torch.Tensor, expected: Sequence[Parcel]) -> None:
-    """Check a peer's announcement. Raises ``ValueError`` if it does not match the pieces that this rank expects.
+    """Raise ``ValueError`` if a peer's announcement does not match the pieces that this rank expects.
 
     Parameters
     ----------
@@ -200,19 +200,19 @@ def check_announced(peer: int, announcement_2: torch.Tensor, expected: Sequence[
 
 
 class _DeviceGroup(Protocol):
-    """Communicator of a device library, NCCL or HCCL."""
+    """Communicator of a device library (NCCL or HCCL)."""
 
     sends_views: bool
     """True if the library can send and receive a tensor that begins in the middle of its storage."""
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Queue a send and a receive on the current stream, and return without waiting for them."""
+        """Queue a send and a receive on the current stream, and return without waiting for them to complete."""
 
     def release(self) -> None:
-        """Close the links. No operation may be in progress on them."""
+        """Close the links. No operation may be in progress."""
 
     def abort(self) -> bool:
-        """Cancel the operations in progress. Return True if they access no memory any more."""
+        """Cancel the operations in progress. Return True if they no longer access any memory."""
 
 
 class _DeviceLane:
@@ -223,9 +223,9 @@ class _DeviceLane:
     group
         Communicator that transfers the bytes.
     handshake
-        Host lane of the same ranks, for the announcements.
+        Host lane between the same ranks, for announcements.
     mark
-        Returns a mark of the current point of the device's current stream.
+        Callable that returns a mark at the current point of the device's current stream.
     """
 
     def __init__(self, group: _DeviceGroup, handshake: _HostLane, mark: Callable[[], Mark]) -> None:
@@ -238,7 +238,7 @@ class _DeviceLane:
         self._bounce_buffers: dict[str, torch.Tensor] = {}
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """See ``Lane``. If a peer does not begin the same exchange in time, fail before anything is queued."""
+        """See ``Lane``. If a peer does not begin the same exchange in time, this fails before anything is queued."""
         self._handshake.meet(outgoing, incoming, deadline)
         seconds_at_start = deadline.remaining()
         self._in_progress = True
@@ -253,7 +253,7 @@ class _DeviceLane:
         return seconds_at_start - deadline.remaining()
 
     def _queue(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Queue the exchange of two pieces.
+        """Queue an exchange of two pieces.
 
         Pieces may share a bounce buffer, because the stream runs their copies and transfers in order.
         """
@@ -267,7 +267,7 @@ class _DeviceLane:
             incoming.data.copy_(arriving.data)
 
     def retire(self) -> None:
-        """See ``Lane``. Memory that the device may still access is kept until the process ends, never reused."""
+        """See ``Lane``. Memory that the device may still access is never reused, but kept until the process ends."""
         self._handshake.retire()
         if not self._in_progress:
             self._group.release()
@@ -298,12 +298,12 @@ _LOST_LANES: list[_DeviceLane] = []
 """Retired lanes whose operations could not be cancelled. They are kept because the device may still access their
 memory."""
 MAX_LOST_LANES = 2
-"""Number of lost lanes at which balancing stops. Each one keeps its communicator and staging memory until the engine
-ends."""
+"""Number of lost lanes at which balancing stops. Each lost lane keeps its communicator and staging memory until the
+engine ends."""
 
 
 def lost_lanes() -> str | None:
-    """Return the reason why this process opens no more lanes, or ``None`` if it may still open some."""
+    """Return the reason why this process must not open any more lanes, or ``None`` if it may."""
     if len(_LOST_LANES) < MAX_LOST_LANES:
         return None
     return (
@@ -315,7 +315,7 @@ def lost_lanes() -> str | None:
 class _NcclGroup:
     """NCCL communicator of the ranks that share ``store``.
 
-    The constructor is a collective. It takes long and uses the current stream.
+    The constructor is a slow collective that uses the current stream.
 
     NCCL would create a separate communicator for each pair of ranks that exchanges ungrouped messages. Grouped messages
     use the group's communicator, which exists once all ranks have completed a first collective.
@@ -326,7 +326,7 @@ class _NcclGroup:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         if not dist.is_nccl_available():
             raise RuntimeError("this torch was built without NCCL; set EPLB_AGENT_TRANSFER_BACKEND=gloo")
-        # torch's stubs know these classes only if torch was built with NCCL.
+        # torch's stubs include these classes only if torch was built with NCCL.
         library: Any = dist.ProcessGroupNCCL
         options = library.Options()
         options._timeout = _NEVER
@@ -342,7 +342,7 @@ class _NcclGroup:
             self._group.send([outgoing.data], outgoing.peer, 0)
         if incoming is not None:
             self._group.recv([incoming.data], incoming.peer, 0)
-        # This makes the current stream wait, not this thread.
+        # This blocks the current stream, not this thread.
         self._group._end_coalescing().wait()
 
     def release(self) -> None:
@@ -357,9 +357,9 @@ class _NcclGroup:
 
 @contextlib.contextmanager
 def _nccl_errors_do_not_end_the_process() -> Iterator[None]:
-    """Context for the construction of an NCCL group that reports a peer's errors. By default they end the process.
+    """Return a context for creating an NCCL group in which a peer's errors do not end the process.
 
-    torch reads these environment variables only during the construction. They are restored on exit.
+    torch reads the relevant environment variables only during construction. They are restored on exit.
     """
     settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
     before = {name: os.environ.get(name) for name in settings}
@@ -377,10 +377,10 @@ def _nccl_errors_do_not_end_the_process() -> Iterator[None]:
 class _HcclGroup:
     """HCCL communicator of the ranks that share ``store``.
 
-    The constructor is a collective. It takes long and uses the current stream.
+    The constructor is a slow collective that uses the current stream.
 
-    In some memory formats, HCCL misreads a tensor that begins in the middle of its storage. Lanes therefore pass it
-    none.
+    In some memory formats, HCCL misreads a tensor that begins in the middle of its storage. Lanes therefore never pass
+    such a tensor to it.
     """
 
     sends_views = False
@@ -412,7 +412,7 @@ class _HcclGroup:
 
 
 def hccl_expansion_mode(device: str) -> int:
-    """Return the ``hccl_op_expansion_mode`` of a lane's communicator, which overrides the environment.
+    """Return the ``hccl_op_expansion_mode`` for a lane's communicator, which overrides the environment.
 
     The mode selects where HCCL expands the lane's operators. The vector cores (3), which
     ``HCCL_OP_EXPANSION_MODE=AIV`` assigns to the model's groups, serve only one group per device at a time, so the lane
@@ -422,7 +422,7 @@ def hccl_expansion_mode(device: str) -> int:
     Parameters
     ----------
     device
-        Name of the device's model, such as ``Ascend910B3``.
+        Device model name, such as ``Ascend910B3``.
 
     References
     ----------
@@ -432,11 +432,11 @@ def hccl_expansion_mode(device: str) -> int:
 
 
 _LIBRARIES = {"cuda": "nccl", "npu": "hccl"}
-"""Library that transfers from device to device, by device type."""
+"""Device-to-device transfer library for each device type."""
 
 
 def choose_backend(requested: TransferBackend, device_type: str) -> str:
-    """Return the library that transfers experts between devices of a type.
+    """Return the library to use for transferring experts between devices of a given type.
 
     Raises ``ValueError`` if the requested library does not support these devices.
 
@@ -469,7 +469,7 @@ def choose_backend(requested: TransferBackend, device_type: str) -> str:
 
 
 class Lanes:
-    """Lanes of one rank, opened by number. Every rank opens the same numbers, but not at the same time.
+    """Lanes of one rank, opened by number. Every rank opens the same numbers, but not necessarily at the same time.
 
     Opening a lane waits for all ranks. On a device, it takes seconds and blocks the current stream. Never open a lane
     on the model's thread or the model's stream while the model serves.
@@ -495,11 +495,11 @@ class Lanes:
         self._open: tuple[int, Lane] | None = None
 
     def another(self) -> Lanes:
-        """Return lanes of the same ranks for a new transfer thread, which replaces one that has failed."""
+        """Return new lanes between the same ranks, for the thread that replaces a failed transfer thread."""
         return Lanes(self._group, self._backend, self.device, self._timeout)
 
     def lane(self, number: int) -> Lane:
-        """Return a lane, after retiring the open one if its number differs.
+        """Return a lane. If a lane with a different number is open, retire it first.
 
         Raises ``RuntimeError`` if the lane cannot be opened.
         """
@@ -511,7 +511,7 @@ class Lanes:
         return self._open[1]
 
     def open_first(self) -> None:
-        """Open lane 0 before the model serves, so that missing memory or links show now and not at the first plan.
+        """Open lane 0 before the model serves, so that missing memory or links show up now, not at the first plan.
 
         Raises ``RuntimeError`` if the lane cannot be opened within the timeout.
         """
@@ -523,8 +523,8 @@ class Lanes:
             except Exception as error:
                 opened.set_exception(error)
 
-        # The libraries wait for a missing rank without limit. Use a daemon thread, because Python waits for the
-        # threads of a pool when it exits.
+        # The libraries wait indefinitely for a missing rank. Use a daemon thread, because on exit Python would wait for
+        # the threads of a pool.
         threading.Thread(target=open_lane, name="eplb-first-lane", daemon=True).start()
         seconds = self._timeout.total_seconds()
         try:
@@ -534,7 +534,7 @@ class Lanes:
             raise RuntimeError(f"no {self._backend} lane could be opened{detail}") from error
 
     def retire(self) -> None:
-        """Retire the open lane, if there is one. It is never used again."""
+        """Retire the open lane, if any. It is never used again."""
         previous = self._open
         self._open = None
         if previous is not None:

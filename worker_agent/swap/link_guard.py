@@ -1,8 +1,9 @@
-"""Guard of the agents' listening sockets: only hosts of the formation may connect, and none once the links are open.
+"""Guards the agents' listening sockets: only the formation's hosts may connect, and only until the links are open.
 
-gloo listens for as long as a group exists, and accepts and holds every connection. A stranger could therefore exhaust
-the process's file descriptors, and gloo then ends the process. Closing gloo's socket from outside would make its event
-loop spin. Instead, a filter on the socket makes the kernel drop packets from other hosts. Open links are not affected.
+gloo listens for as long as a group exists, and accepts and keeps every connection. A stranger could therefore exhaust
+the process's file descriptors, at which point gloo ends the process. Closing gloo's socket from outside would make its
+event loop spin. Instead, a filter on the socket makes the kernel drop packets from other hosts. Open links are not
+affected.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from pathlib import Path
 _log = logging.getLogger("eplb.agent")
 
 _SO_ATTACH_FILTER = 26
-"""Linux's socket option. Python's ``socket`` module has no name for it."""
+"""Linux socket option that Python's ``socket`` module does not define."""
 _LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
-"""Operation codes of classic BPF."""
+"""Classic BPF opcodes."""
 _IP_HEADER = 0x100000000 - 0x100000
-"""Offset at which a filter reads the IP header."""
+"""Offset through which a filter accesses the IP header."""
 _SOURCE_ADDRESS = {socket.AF_INET: 12, socket.AF_INET6: 8}
 """Offset of the source address in the IP header."""
 _MAX_HOSTS = 400
-"""Maximum number of hosts in a filter. A group with more hosts admits every host."""
+"""Maximum number of hosts in a filter. A larger group admits every host."""
 
 _Instruction = tuple[int, int, int, int]
-"""Operation code, jump offset if true, jump offset if false, operand."""
+"""Opcode, jump offset if true, jump offset if false, operand."""
 _ACCEPT: _Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
 _DROP: _Instruction = (_RETURN, 0, 0, 0)
 
 
 class LinkGuard:
-    """Context that guards the listening socket of one gloo group while the group opens its links.
+    """Context manager that guards a gloo group's listening socket while the group opens its links.
 
     On exit, the socket accepts no further connections.
 
     Parameters
     ----------
     hosts
-        Returns the addresses from which members of the formation have sent messages.
+        Callable that returns the addresses from which members of the formation have sent messages.
     """
 
     def __init__(self, hosts: Callable[[], Iterable[str]]) -> None:
@@ -64,7 +65,7 @@ class LinkGuard:
             _warn_once("gloo's listening socket was not found")
 
     def published(self, value: bytes) -> None:
-        """Restrict the socket that listens at an address in ``value`` to the formation's hosts.
+        """Restrict the socket that is listening on an address in ``value`` to the formation's hosts.
 
         Call this before any other rank can read ``value``.
         """
@@ -74,7 +75,7 @@ class LinkGuard:
 
 
 def admit_only(listening: socket.socket, hosts: Iterable[str]) -> None:
-    """Have the kernel drop all packets to a socket except from ``hosts`` and from this host."""
+    """Have the kernel drop all packets to a socket except those from ``hosts`` and from this host."""
     _attach(listening, _filter_program(listening.family, hosts))
 
 
@@ -101,7 +102,7 @@ def _filter_program(family: int, hosts: Iterable[str]) -> list[_Instruction]:
 
 
 def _attach(listening: socket.socket, program: list[_Instruction]) -> None:
-    """Attach a filter to a socket. If the kernel rejects it, log a warning and leave the socket open to every host."""
+    """Attach a filter to a socket. If the kernel rejects it, log a warning and leave the socket open to all hosts."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     sock_fprog = struct.pack("HL", len(program), ctypes.addressof(buffer))
@@ -112,7 +113,7 @@ def _attach(listening: socket.socket, program: list[_Instruction]) -> None:
 
 
 def _listening_at_addresses_in(value: bytes) -> Iterator[socket.socket]:
-    """Yield a duplicate of this process's listening socket whose ``sockaddr`` is in ``value``."""
+    """Yield a duplicate of this process's listening socket whose ``sockaddr`` appears in ``value``, if any."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if not str(entry.readlink()).startswith("socket:"):
@@ -126,7 +127,7 @@ def _listening_at_addresses_in(value: bytes) -> Iterator[socket.socket]:
             host, port = duplicate.getsockname()[:2]
             packed = ipaddress.ip_address(host.partition("%")[0]).packed
             flow = b"" if duplicate.family == socket.AF_INET else bytes(4)
-            # The beginning of a ``sockaddr_in`` or ``sockaddr_in6``.
+            # This is the beginning of a ``sockaddr_in`` or ``sockaddr_in6``.
             if struct.pack("=H", duplicate.family) + struct.pack("!H", port) + flow + packed in value:
                 yield duplicate
                 return

@@ -1,4 +1,4 @@
-"""State machine of the layer switch: maps a state and an event to a new state and actions.
+"""State machine of the layer switch, which maps a state and an event to a new state and actions.
 
 It is pure: it uses no clock, sockets, threads or tensors.
 
@@ -9,19 +9,19 @@ It is pure: it uses no clock, sockets, threads or tensors.
                        +--- any rank votes to abort, or a deadline passes ----+--> IDLE, current layout stays
                        +------ called off, and no rank is transferring -------+--> IDLE, current layout stays
 
-Ranks switch a plan in parts. A part is a run of consecutive layers that fit in staging together; ranks transfer them
-together and commit them with one vote.
+Ranks switch a plan in parts. A part is a run of consecutive layers that fit in staging together. Ranks transfer these
+layers together and commit them with one vote.
 
 Two rules keep the ranks consistent:
 
-- A rank leaves OFFERED for TRANSFERRING, begins the next part, commits or aborts only on the outcome of a vote, never
-  on its own.
-- A wish to abort waits for the next ballot. A rank that has voted READY is bound by that vote until it knows the
-  outcome.
+- A rank moves from OFFERED to TRANSFERRING, begins the next part, commits or aborts only on the outcome of a vote,
+  never on its own.
+- A rank that wants to abort waits for its next ballot. Once it has voted READY, it is bound by that vote until it knows
+  the outcome.
 
-A vote is one integer all-reduce with MIN. Each field is also sent negated, so one reduction gives its minimum and its
-maximum; if the two are equal, all ranks voted the same. All ranks receive the same outcome, and their decision is a
-function of the outcome only, so they act together.
+A vote is one integer all-reduce with MIN. Each field is also sent negated, so one reduction yields both its minimum and
+its maximum. If the two are equal, all ranks voted the same. All ranks receive the same outcome and decide from the
+outcome alone, so they act in unison.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BALLOT_WIDTH = 10
 
 
 class Progress(enum.IntEnum):
-    """Progress of a rank with the current part of its plan."""
+    """A rank's progress on the current part of its plan."""
 
     IDLE = 0
     OFFERED = 1
@@ -51,7 +51,7 @@ class Progress(enum.IntEnum):
 
 
 class VoteResult(enum.Enum):
-    """Decision of a vote. All ranks carry it out at the same step boundary."""
+    """Decision taken by a vote. All ranks carry it out at the same step boundary."""
 
     NOTHING = "change nothing"
     START = "start the transfer of the plan's next part"
@@ -69,9 +69,9 @@ class Ballot:
     Parameters
     ----------
     progress
-        The rank's progress with the current part of its plan.
+        The rank's progress on the current part of its plan.
     plan
-        Digest of the plan that the rank holds; 0 without a plan.
+        Digest of the plan that the rank holds; 0 if it holds none.
     installed
         ``version_digest`` of the rank's current layout.
     abort
@@ -95,7 +95,7 @@ class Ballot:
         return self.progress == Progress.READY and not (self.abort or self.called_off)
 
     def encode(self) -> list[int]:
-        """Return ``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
+        """Return the ballot as ``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
         bounds = [self.progress, self.plan, self.installed, self.forward]
         flags = [-int(self.abort), -int(self.called_off)]
         return [*(int(value) for value in bounds), *(-int(value) for value in bounds), *flags]
@@ -103,7 +103,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class VoteOutcome:
-    """Result of reducing the ballots of all ranks.
+    """Outcome of a vote: the reduced ballots of all ranks.
 
     Parameters
     ----------
@@ -114,15 +114,15 @@ class VoteOutcome:
     plan_high
         Highest plan digest on any ballot; 0 if no rank holds a plan.
     installed_agree
-        True if all ranks have the same layout and epochs.
+        True if all ranks have the same layout and the same epochs.
     abort
         True if any rank votes to abort.
     forward_low
-        Lowest forward pass on any ballot.
+        Lowest forward pass number on any ballot.
     forward_high
-        Highest forward pass on any ballot.
+        Highest forward pass number on any ballot.
     confirmed
-        False if the ranks did not confirm that all of them are at the same step boundary.
+        False if the ranks did not confirm that they are all at the same step boundary.
     called_off
         True if any rank knows that the service has called off its plan.
 
@@ -155,7 +155,7 @@ class VoteOutcome:
 
     @classmethod
     def decode(cls, reduced: Sequence[int]) -> VoteOutcome:
-        """Decode the reduced integers. Raises ``ValueError`` if they do not encode a reduced ballot."""
+        """Decode reduced integers. Raises ``ValueError`` if they do not encode a reduced ballot."""
         if len(reduced) != BALLOT_WIDTH:
             raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
         progress, plan_low, installed_low, forward_low = reduced[:4]
@@ -173,25 +173,25 @@ class VoteOutcome:
 
     @classmethod
     def unanimous(cls, plan: int) -> VoteOutcome:
-        """Return the outcome of a vote in favour of committing a part of the plan with digest ``plan``."""
+        """Return the outcome of a unanimous vote to commit a part of the plan with digest ``plan``."""
         return cls(Progress.READY, plan, plan, installed_agree=True, abort=False)
 
     @classmethod
     def without_plans(cls) -> VoteOutcome:
-        """Return the outcome of a vote in which no rank holds a plan, so that nothing changes."""
+        """Return the outcome of a vote in which no rank holds a plan and nothing changes."""
         return cls(Progress.IDLE, 0, 0, installed_agree=True, abort=False)
 
     def with_abort(self) -> VoteOutcome:
-        """Return this outcome with one more vote to abort."""
+        """Return this outcome with an added vote to abort."""
         return replace(self, abort=True)
 
     def unconfirmed(self) -> VoteOutcome:
-        """Return this outcome for ranks that are not all at the same step boundary."""
+        """Return this outcome, marked as not confirmed by all ranks."""
         return replace(self, confirmed=False)
 
     @property
     def plans(self) -> frozenset[int]:
-        """Digests of plans on the ballots: the lowest and the highest, without 0."""
+        """Lowest and highest plan digests on the ballots, excluding 0."""
         return frozenset({self.plan_low, self.plan_high} - {0})
 
     @property
@@ -201,7 +201,7 @@ class VoteOutcome:
 
     @cached_property
     def result(self) -> VoteResult:
-        """Decision of the vote; see the table in ARCHITECTURE.md."""
+        """Decision of the vote. See the table in ARCHITECTURE.md."""
         if not self.installed_agree:
             return VoteResult.DIVERGED
         if self.forward_low != self.forward_high or not self.confirmed:
@@ -232,8 +232,8 @@ class StartTransfer:
     generation
         Number of the transfer.
     lane
-        Number of the lane to use. All ranks increase it together after an aborted transfer, so that late bytes of the
-        aborted transfer never mix with those of a newer one.
+        Number of the lane to use. All ranks increment it together after an aborted transfer, so that its late bytes
+        never mix with those of a newer transfer.
     """
 
     layers: tuple[RankLayer, ...]
@@ -243,7 +243,7 @@ class StartTransfer:
 
 @dataclass(frozen=True)
 class Commit:
-    """Action: install a staged part now, all its layers between the same two forward passes.
+    """Action: install a staged part now, with all its layers between the same two forward passes.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class Commit:
     before
         Layout before the commit.
     installed
-        Layout after each layer in turn. The last one is served from now on.
+        Layout after each successive layer. The last one becomes the current layout.
     """
 
     plan_id: int
@@ -268,57 +268,58 @@ class Commit:
 
 @dataclass(frozen=True)
 class Halted:
-    """Action: serve no further token, because the ranks have diverged."""
+    """Action: serve no more tokens, because the ranks have diverged."""
 
     reason: str
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
-"""Action requested by the machine. The driver reports each ``PlanStatus``, and discards staging with its plan."""
+"""Action requested by the machine. The driver reports each ``PlanStatus``, and drops a plan's staging along with it."""
 
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
-"""State after an event, and the actions to carry out, in order."""
+"""State after an event, and the actions to carry out in order."""
 
 
 @dataclass(frozen=True)
 class SwitchState:
-    """State of the switch on one rank (immutable). Each event returns a new state.
+    """State of the switch on one rank. It is immutable: each event returns a new state.
 
     Parameters
     ----------
     installed
         Current layout of this rank.
     offer_deadline_steps
-        Largest number of steps that a plan may stay OFFERED. Some rank may never receive it.
+        Maximum number of steps for which a plan may stay OFFERED, in case some rank never receives it.
     staging_rows
-        Experts that staging holds, the same on all ranks. In a part of several layers, no rank receives or sends more.
+        Number of experts that fit in staging, the same on all ranks. In a part with several layers, no rank receives or
+        sends more experts than this.
     progress
-        Progress with the current part; IDLE if and only if there is no plan.
+        Progress on the current part; IDLE if and only if there is no plan.
     plan
         Plan that this rank has accepted, or ``None``.
     index
-        Position of the current part's first layer in the plan.
+        Index of the current part's first layer within the plan.
     offered_at
         Step at which this rank accepted the plan.
     abort_wish
-        Reason to vote for an abort with the next ballot, or ``None``.
+        Reason to vote to abort in the next ballot, or ``None``.
     called_off
         True if the service has called off the plan. Each ballot reports it, and the plan ends once no rank is
         transferring.
     generation
-        Number of the last transfer. All ranks increase it together.
+        Number of the last transfer. All ranks increment it together.
     lane
-        Number of the lane for transfers. All ranks increase it together, after an abort or when voting resumes.
+        Number of the lane for transfers. All ranks increment it together, after an abort or when voting resumes.
     transfer_runs
         True until the last transfer has ended, even if its plan has been dropped.
     highest_term
-        Highest leader term of any service so far. Plans of lower terms are rejected.
+        Highest leader term received so far. Plans with lower terms are rejected.
     paused
         Reason to reject all plans until ``resumed``, or ``None``.
     unheard
         Reason why the ranks are not voting, or ``None``. All plans are rejected until voting resumes.
     halted
-        Reason to reject all plans for good, or ``None``: the ranks have diverged.
+        Reason to reject all plans permanently, because the ranks have diverged; otherwise ``None``.
     """
 
     installed: RankLayout
@@ -340,14 +341,14 @@ class SwitchState:
 
     @property
     def part(self) -> tuple[RankLayer, ...]:
-        """Layers of the plan's current part; empty without a plan."""
+        """Layers of the plan's current part; empty if there is no plan."""
         if self.plan is None:
             return ()
         return self.plan.layers[self.index : part_end(self.plan.moved_LC, self.index, self.staging_rows)]
 
     @property
     def ballot(self) -> Ballot:
-        """This rank's vote, without its forward pass."""
+        """This rank's ballot, without its forward pass."""
         return Ballot(
             progress=self.progress,
             plan=self.plan.digest if self.plan is not None else 0,
@@ -359,7 +360,7 @@ class SwitchState:
     # Events without actions
 
     def with_term(self, term: int) -> SwitchState:
-        """Record the leader term of a connected service. Plans of lower terms are rejected from now on."""
+        """Record the leader term of the connected service. Plans with lower terms are rejected from now on."""
         return self if term <= self.highest_term else replace(self, highest_term=term)
 
     def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
@@ -370,29 +371,30 @@ class SwitchState:
         generation
             Number of the transfer.
         error
-            Reason for its failure; ``None`` if all experts are staged.
+            Reason why it failed; ``None`` if all experts are staged.
         """
         ended = replace(self, transfer_runs=False)
         if self.progress != Progress.TRANSFERRING:
-            # The generation may have changed when voting resumed. Only one transfer runs at a time, so none is left.
+            # The generation may have changed when voting resumed. Only one transfer runs at a time, so none is running
+            # now.
             return ended
         if generation != self.generation:
             return self
         return replace(ended, progress=Progress.READY) if error is None else replace(ended, abort_wish=error)
 
     def at_step(self, step: int) -> SwitchState:
-        """Wish to abort the plan if its offer deadline has passed at this step boundary."""
+        """Request an abort if the plan's offer deadline has passed at this step boundary."""
         overdue = self.progress == Progress.OFFERED and step - self.offered_at > self.offer_deadline_steps
         if not overdue:
             return self
         return self._with_abort_wish(f"not all ranks held the plan within {self.offer_deadline_steps} steps")
 
     def with_pause(self, reason: str) -> SwitchState:
-        """Reject plans until ``resumed``, and wish to abort the current one."""
+        """Reject plans until ``resumed`` is called, and request an abort of the current one."""
         return replace(self._with_abort_wish(reason), paused=reason)
 
     def resumed(self) -> SwitchState:
-        """Accept plans again after a pause."""
+        """Resume accepting plans after a pause."""
         return replace(self, paused=None)
 
     def reformed(self, generation: int, lane: int) -> SwitchState:
@@ -401,9 +403,9 @@ class SwitchState:
         Parameters
         ----------
         generation
-            Highest transfer number of any rank.
+            Highest transfer number on any rank.
         lane
-            Highest lane number of any rank.
+            Highest lane number on any rank.
         """
         return replace(self, unheard=None, generation=generation, lane=lane + 1)
 
@@ -437,12 +439,12 @@ class SwitchState:
             return accepted, (PlanStatus(plan.plan_id, PlanState.ACCEPTED, plan.layers[0].layer),)
         after = self
         if (self.halted is self.paused is self.unheard is None) and plan.leader_term >= self.highest_term:
-            # By sending a new plan, the service gives up the earlier one.
+            # A new plan from the service supersedes the earlier one.
             after = self._with_abort_wish(f"the service has replaced it by plan {plan.plan_id}")
         return after, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def call_off(self, plan_id: int) -> Transition:
-        """Vote to drop a plan at the service's request. If this rank does not hold it, report CALLED_OFF at once."""
+        """Vote to drop a plan at the service's request. If this rank does not hold it, just report CALLED_OFF."""
         if self.plan is not None and self.plan.plan_id == plan_id:
             return replace(self, called_off=True), ()
         reason = "called off by the service; this rank does not hold it"
@@ -454,7 +456,7 @@ class SwitchState:
         return replace(dropped, unheard=reason), actions
 
     def decide(self, outcome: VoteOutcome) -> Transition:
-        """Carry out the outcome of a vote, as every other rank does at this step."""
+        """Act on the outcome of a vote, as every other rank does at this step."""
         result = outcome.result
         if result is VoteResult.DIVERGED:
             reason = "the ranks serve different placements"
@@ -479,7 +481,7 @@ class SwitchState:
     # Transitions
 
     def _with_abort_wish(self, reason: str) -> SwitchState:
-        """Wish to abort the plan, unless there is no plan. The first reason is kept."""
+        """Request an abort of the plan, if there is one. The first reason is kept."""
         return self if self.plan is None or self.abort_wish is not None else replace(self, abort_wish=reason)
 
     def _refusal(self, plan: RankPlan, checked_for: int) -> str | None:
@@ -543,7 +545,7 @@ class SwitchState:
         return replace(self._idle(), lane=self.lane + uses_lane), (aborted,)
 
     def _called_off(self) -> Transition:
-        """Drop the plan and report it as called off. The lane stays, because no rank has bytes in flight."""
+        """Drop the plan and report it as called off. The lane stays in use, because no rank has bytes in flight."""
         assert self.plan is not None
         layer = self.plan.layers[self.index].layer
         ended = PlanStatus(self.plan.plan_id, PlanState.CALLED_OFF, layer, "called off by the service")

@@ -1,10 +1,10 @@
-"""Questions and answers between the agents of one formation, authenticated with a secret that only its ranks know.
+"""Questions and answers between the agents of a formation, authenticated with a secret that only its ranks know.
 
-There is no server. Every rank keeps its own values and answers for itself, so two ranks never depend on a third one.
+There is no server. Every rank keeps its own values and answers for itself, so two ranks never depend on a third.
 
-Questions travel as datagrams. If a peer does not answer, the question is also sent over the presence link to it: a
-network may drop one kind of traffic and carry the other. A datagram without a valid HMAC is dropped unread, so a
-stranger can neither ask, nor answer, nor fill memory.
+Questions are sent as datagrams. If a peer does not answer, the question is also sent over its presence link, because a
+network may drop one kind of traffic but not the other. A datagram without a valid HMAC is dropped unread, so a stranger
+can neither ask nor answer questions, nor fill memory.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ Address: TypeAlias = tuple[str, int]
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
 _MAX_DATAGRAM = 60_000
-"""Maximum size of a datagram in bytes. Libraries exchange a few hundred to open their links."""
+"""Maximum size of a datagram in bytes. To open their links, libraries exchange values of only a few hundred bytes."""
 _MAX_VALUES = 4096
-"""Maximum number of values in a store. A lane needs one or two per pair of ranks."""
+"""Maximum number of values in a store. A lane needs one or two values per pair of ranks."""
 _MAX_HOSTS = 4096
 _MAX_PORTS = 64
-"""Number of attempts to find a port that is free for both datagrams and links."""
+"""Maximum number of attempts to find a port that is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
-"""Kinds of message, part of the authenticated bytes."""
+"""Message kinds. The kind is part of the authenticated bytes."""
 
 
 class PeerGoneError(ConnectionError):
-    """The peer's process has ended: its port is closed, and both its presence link and the vote link have ended."""
+    """The peer's process has ended: its port is closed, and its presence link and the vote link have ended."""
 
 
 class Peers:
-    """Datagram socket and presence links of one rank. It asks the peers, and answers them on a separate thread.
+    """Datagram socket and presence links of one rank. It asks its peers, and answers them on a separate thread.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Peers:
     Attributes
     ----------
     address : tuple of str and int
-        Host and port of this rank, for datagrams and for links.
+        Host and port of this rank, for both datagrams and links.
     rank : int
         This rank; set by ``open``.
     others : frozenset of int
@@ -71,7 +71,7 @@ class Peers:
     hosts : set of str
         Addresses from which members of the formation have sent questions.
     vote_link_ended : callable
-        Returns True if the link of the ranks' last vote has ended. Until then, no peer counts as gone.
+        Callable that returns True if the ranks' last vote link has ended. Until then, no peer counts as gone.
     """
 
     rank: int
@@ -83,9 +83,9 @@ class Peers:
         self.hosts: set[str] = set()
         self.vote_link_ended: Callable[[], bool] = lambda: True
         self._silent: set[int] = set()
-        """Peers that did not answer the last datagram, so the next question also goes over their link."""
+        """Peers that did not answer the last datagram. The next question to them is also sent over their link."""
         self._link_answers: dict[bytes, bytes | None] = {}
-        """Answers received over links, by the question's nonce; ``None`` while there is none."""
+        """Answers received over links, keyed by the question's nonce; ``None`` until an answer arrives."""
         self._last_error: tuple[float, str] | None = None
         self._closed = runtime.event()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
@@ -98,7 +98,7 @@ class Peers:
 
     @property
     def complaint(self) -> str | None:
-        """Last error of the answering thread, or else a problem with the links; ``None`` once it is a minute old."""
+        """Answering thread's last error if it is recent, otherwise any problem with the links, or ``None``."""
         error = self._last_error
         if error is not None and self.runtime.now() - error[0] <= _COMPLAINT_SECONDS:
             return error[1]
@@ -107,7 +107,7 @@ class Peers:
     def open(
         self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
     ) -> None:
-        """Start to answer the formation's members, and to open links to them.
+        """Start answering the formation's members and opening links to them.
 
         Parameters
         ----------
@@ -116,9 +116,10 @@ class Peers:
         rank
             This rank.
         addresses
-            Addresses of all members, in order of rank.
+            Addresses of all members, in rank order.
         answer
-            Returns the answer to a question, or ``None`` if there is none yet. It runs on this object's thread.
+            Callable that returns the answer to a question, or ``None`` if there is none yet. It runs on this object's
+            thread.
         """
         self.rank = rank
         self._secret = secret
@@ -129,11 +130,11 @@ class Peers:
         self._links.open(rank, addresses, self.proof, self._on_link_message)
 
     def unlinked(self) -> list[int]:
-        """Wait until the links to all peers are open, at most a minute. Return the peers without a link."""
+        """Wait up to a minute for the links to all peers to open. Return the peers without a link."""
         return self._links.missing()
 
     def ask(self, ranks: Iterable[int], question: bytes, seconds: float) -> dict[int, bytes]:
-        """Ask peers a question, with retries, until all have answered or ``seconds`` have passed.
+        """Ask peers a question, retrying until all have answered or ``seconds`` have passed.
 
         Parameters
         ----------
@@ -147,12 +148,12 @@ class Peers:
         Returns
         -------
         dict of int to bytes
-            Answers by rank; peers that have not answered are missing.
+            Answers keyed by rank. Peers that have not answered are missing.
 
         Raises
         ------
         PeerGoneError
-            If a peer has not answered and its process has ended or closed its agent.
+            If a peer has not answered and its process has ended or has closed its agent.
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
@@ -180,12 +181,12 @@ class Peers:
         return answers
 
     def announce(self, statement: bytes, seconds: float) -> None:
-        """Repeat a statement to every peer until the peer acknowledges it, its process ends, or the time is over.
+        """Send a statement to every peer repeatedly until the peer acknowledges it, its process ends, or time runs out.
 
         Parameters
         ----------
         statement
-            Question whose answer is only an acknowledgement.
+            Question whose only answer is an acknowledgement.
         seconds
             Time limit.
         """
@@ -205,7 +206,7 @@ class Peers:
     def close(self) -> None:
         """Stop answering, and close the socket and all links."""
         self._closed.set()
-        # This wakes the thread that waits on the socket. It raises because the socket is not connected.
+        # This wakes the thread that is waiting on the socket. It raises because the socket is not connected.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -214,9 +215,9 @@ class Peers:
     def _ask_once(
         self, rank: int, client: socket.socket, nonce: bytes, question: bytes, seconds: float
     ) -> bytes | None:
-        """Send a question once, also over the link if the peer was silent. Wait for the answer.
+        """Send a question once and wait for the answer. If the peer was silent, also send it over the link.
 
-        Return ``None`` if there is no answer within ``seconds``.
+        Returns ``None`` if there is no answer within ``seconds``.
         """
         began = self.runtime.now()
         message = self._seal(_QUESTION, nonce + question)
@@ -242,13 +243,13 @@ class Peers:
     def _is_gone(self, rank: int) -> bool:
         """Return True if a peer that rejects datagrams has ended.
 
-        The rejection does not prove it, because firewalls also reject datagrams. Neither does the end of the presence
-        link, because proxies also end links.
+        The rejection alone does not prove it, because firewalls also reject datagrams. Neither does the end of the
+        presence link, because proxies also end links. Both links must have ended.
         """
         return self._links.ended(rank) and self.vote_link_ended()
 
     def _on_link_message(self, message: bytes) -> bytes | None:
-        """Record an answer that arrived over a link, or return the answer to a question."""
+        """Handle a message from a link: record an answer, or return the reply to a question."""
         body = self._unseal(_ANSWER, message)
         if body is not None:
             nonce = body[:_NONCE_BYTES]
@@ -262,7 +263,7 @@ class Peers:
             try:
                 self._serve_once()
             except Exception as error:
-                # Keep answering: a peer may need to know whether this rank has committed.
+                # Keep answering, because a peer may need to know whether this rank has committed.
                 complaint = f"a peer's question was not answered: {type(error).__name__}: {error}"
                 if not self._closed.is_set():
                     if complaint != self.complaint:
@@ -280,7 +281,7 @@ class Peers:
                 self._socket.sendto(answer, sender)
 
     def _answer_to(self, message: bytes) -> bytes | None:
-        """Return the sealed answer to a member's question; ``None`` for any other message, or without an answer yet."""
+        """Return the sealed answer to a member's question; ``None`` if there is none yet, and for any other message."""
         body = self._unseal(_QUESTION, message)
         if body is None or len(body) < _NONCE_BYTES:
             return None
@@ -288,7 +289,7 @@ class Peers:
         return None if answer is None else self._seal(_ANSWER, body[:_NONCE_BYTES] + answer)
 
     def _seal(self, kind: bytes, body: bytes) -> bytes:
-        """Return a body with its HMAC in front."""
+        """Return a message body, prefixed with its HMAC."""
         return hmac.digest(self._secret, kind + body, hashlib.sha256) + body
 
     def _unseal(self, kind: bytes, message: bytes) -> bytes | None:
@@ -298,7 +299,7 @@ class Peers:
 
 
 def _bind_sockets(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:
-    """Return a datagram socket and a listening socket, both bound to the same free port of an interface."""
+    """Return a datagram socket and a listening socket that are bound to the same free port on an interface."""
     for attempt in range(_MAX_PORTS):
         listening = socket.create_server((host, 0), family=family, backlog=_MAX_HOSTS)
         datagrams = socket.socket(family, socket.SOCK_DGRAM)
@@ -336,12 +337,12 @@ class PeerStore(dist.Store):
 
     @contextlib.contextmanager
     def watched(self, prefix: str, watch: Callable[[bytes], None]) -> Iterator[None]:
-        """Context that reports the values that this rank sets for keys with a prefix.
+        """Return a context that reports the values that this rank sets for keys with a given prefix.
 
         Parameters
         ----------
         prefix
-            Beginning of the keys to watch.
+            Prefix of the keys to watch.
         watch
             Called with each value that this rank sets for such a key, before any other rank can read it.
         """
@@ -352,12 +353,12 @@ class PeerStore(dist.Store):
             del self._watches[prefix]
 
     def held(self, key: str) -> bytes | None:
-        """Return the value that this rank keeps for a key, or ``None``."""
+        """Return the value that this rank holds for a key, or ``None``."""
         with self._lock:
             return self._values.get(key)
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
-        """Keep a value for all ranks to read. Evict the oldest values if there are too many."""
+        """Store a value for all ranks to read. Evict the oldest values if there are too many."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         for prefix, watch in tuple(self._watches.items()):
             if key.startswith(prefix):
@@ -368,7 +369,7 @@ class PeerStore(dist.Store):
             self._values[key] = data
 
     def get(self, key: str) -> bytes:
-        """Wait until some rank has set a key, and return its value. Raises ``TimeoutError`` after the time limit."""
+        """Wait until a rank has set a key, and return its value. Raises ``TimeoutError`` after the time limit."""
         return self._wait_for(key, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -392,11 +393,11 @@ class PeerStore(dist.Store):
         return value
 
     def _look_up(self, key: str) -> bytes | None:
-        """Return the value of a key, after asking each peer once if this rank does not keep it."""
+        """Return a key's value. If this rank does not hold it, ask each peer once."""
         value = self.held(key)
         if value is not None:
             return value
-        # The libraries end a key with the number of the rank that sets it, so ask that rank first.
+        # Libraries end a key with the number of the rank that sets it, so ask that rank first.
         owner = key.rpartition("/")[2]
         for rank in sorted(self._peers.others, key=lambda rank: (str(rank) != owner, rank)):
             answer = self._peers.ask([rank], b"v" + key.encode(), _RETRY_SECONDS).get(rank, b"")

@@ -1,10 +1,10 @@
-"""TCP links between the agents of one formation. They show which peers live, and replace datagrams that get lost.
+"""TCP links between a formation's agents. They show which peers are alive, and replace datagrams that get lost.
 
 The end of a link does not prove that a peer has ended, because proxies and service meshes close idle links between
-living processes. Both ends therefore send heartbeats, and a link that has ended is reported and opened again. ``Peers``
-combines the state of this link and of the vote link to decide that a peer is gone.
+living processes. Both ends therefore send heartbeats, and a link that has ended is reported and reopened. ``Peers``
+combines the state of this link with that of the vote link to decide whether a peer is gone.
 
-To open a link, the higher of two ranks calls the lower one. Both prove that they know the formation's secret:
+To open a link, the higher-numbered rank calls the lower-numbered one. Both prove that they know the formation's secret:
 
 1. the caller sends its rank and a nonce;
 2. the lower rank sends a nonce, and its proof for the caller's nonce;
@@ -39,22 +39,22 @@ _OPEN_SECONDS = 60.0
 _INITIAL_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 5.0
 _HEARTBEAT_SECONDS = 10.0
-"""Well below the idle timeouts of common proxies, which start at 50 s."""
+"""Interval between heartbeats, well below the idle timeouts of common proxies, which start at 50 s."""
 _LOST_MILLISECONDS = 60_000
-"""Time after which the kernel drops a link whose heartbeats are not acknowledged."""
+"""Time after which the kernel drops a link whose data is not acknowledged."""
 _PROBE_SECONDS = 0.2
 _COMPLAINT_SECONDS = 60.0
 _MAX_HANDSHAKES = 64
-"""Maximum number of unfinished handshakes. The oldest ones beyond it are dropped."""
+"""Maximum number of unfinished handshakes. If there are more, the oldest are dropped."""
 _MAX_OUTBOX_BYTES = 256 * 1024
 _MAX_FRAME = 64 * 1024
 _READ_BYTES = 64 * 1024
 _SIZE = struct.Struct("!I")
-"""Header of a message. A message of size 0 is a heartbeat."""
+"""Message header: the size. A message of size 0 is a heartbeat."""
 
 
 class _Stage(enum.Enum):
-    """Stage of a link. The value is the number of bytes that complete it."""
+    """Stage of a link. Its value is the number of received bytes that complete the stage."""
 
     CONNECTING = 0
     """The call has not been accepted yet."""
@@ -80,9 +80,9 @@ class _Link:
     stage
         Initial stage.
     peer
-        Rank at the other end; -1 if unknown. It is proven once the stage is ``OPEN``.
+        Rank at the other end; -1 if unknown. It is authenticated once the stage is ``OPEN``.
     now
-        Current time, to limit the handshake.
+        Current time, used to limit the duration of the handshake.
     """
 
     def __init__(self, link: socket.socket, stage: _Stage, peer: int, now: float) -> None:
@@ -103,15 +103,15 @@ class _Link:
 
 
 class PresenceLinks:
-    """One link to each peer, run by a separate thread.
+    """One link to each peer, all run by a separate thread.
 
-    The higher of two ranks calls the lower one, again whenever their link has ended. The kernel admits only hosts of
-    the formation to the listening socket.
+    The higher-numbered rank calls the lower-numbered one, and calls again whenever their link ends. The kernel admits
+    only the formation's hosts to the listening socket.
 
     Parameters
     ----------
     listening
-        Listening socket for the calls of higher ranks.
+        Listening socket for calls from higher ranks.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -120,12 +120,12 @@ class PresenceLinks:
         self._handshakes: list[_Link] = []
         self._closed_by_peer: set[int] = set()
         self._next_call: dict[int, tuple[float, float]] = {}
-        """Time of the next call to each lower rank, and the delay before the one after it."""
+        """Time of the next call to each lower rank, and the delay before the call after that."""
         self._heartbeat_at = 0.0
         self._losses = 0
         """Number of open links that have ended since the start."""
         self._last_loss: tuple[float, int] | None = None
-        """Time of the last loss, and the peer."""
+        """Time of the last loss, and the peer whose link was lost."""
         self._lock = threading.RLock()
         self._opened = threading.Condition(self._lock)
         self._closing = False
@@ -138,18 +138,18 @@ class PresenceLinks:
         proof: Callable[[bytes], bytes],
         on_message: Callable[[bytes], bytes | None] = lambda _: None,
     ) -> None:
-        """Start to open the links.
+        """Start opening the links.
 
         Parameters
         ----------
         rank
             This rank.
         addresses
-            Addresses of all ranks, in order of rank.
+            Addresses of all ranks, in rank order.
         proof
-            Returns the proof of a claim. Only members of the formation can compute it.
+            Callable that returns the proof of a claim. Only members of the formation can compute it.
         on_message
-            Called with each message of a peer; returns the reply, or ``None``.
+            Called with each message from a peer. Returns the reply, or ``None``.
         """
         self._rank = rank
         self._addresses = addresses
@@ -167,7 +167,7 @@ class PresenceLinks:
 
     @property
     def complaint(self) -> str | None:
-        """Message about links that have ended, or ``None``. It remains for a minute after they were opened again."""
+        """Message about links that have ended, or ``None``. It is kept for at least a minute after the last loss."""
         last = self._last_loss
         missing = self._unlinked()
         if last is None:
@@ -179,13 +179,13 @@ class PresenceLinks:
         return f"the link to rank {last[1]} has ended and was opened again ({self._losses} since the start)"
 
     def missing(self) -> list[int]:
-        """Wait until all links are open, at most a minute. Return the peers without a link."""
+        """Wait up to a minute for all links to open. Return the peers without a link."""
         with self._opened:
             self._opened.wait_for(lambda: not self._unlinked(), _OPEN_SECONDS)
             return self._unlinked()
 
     def ended(self, rank: int) -> bool:
-        """Return True if a peer has closed its link and its port rejects connections."""
+        """Return True if a peer has closed its link and its port now rejects connections."""
         if rank not in self._closed_by_peer:
             return False
         try:
@@ -197,7 +197,7 @@ class PresenceLinks:
         return False
 
     def send(self, rank: int, message: bytes) -> None:
-        """Enqueue a message to a peer. Drop it if there is no link or too many bytes are waiting."""
+        """Enqueue a message to a peer. Drop it if there is no link or if too many bytes are already queued."""
         with self._lock:
             link = self._links.get(rank)
             if link is None or len(link.outbox) > _MAX_OUTBOX_BYTES:
@@ -275,7 +275,7 @@ class PresenceLinks:
                     link.outbox += _SIZE.pack(0)
 
     def _watch_outboxes(self) -> None:
-        """Have the selector report a socket as writable only while there is something to send or to connect."""
+        """Have the selector report a socket as writable only if it is connecting or has data to send."""
         for link in (*self._links.values(), *self._handshakes):
             if link.stage is _Stage.CONNECTING:
                 events = selectors.EVENT_WRITE
@@ -295,7 +295,7 @@ class PresenceLinks:
             self._selector.register(accepted, selectors.EVENT_READ, link)
 
     def _serve(self, link: _Link, events: int) -> None:
-        """Receive from and send to one link, and end it on an error."""
+        """Receive from and send to a link, and end the link on an error."""
         replies: list[bytes] = []
         try:
             if link.stage is _Stage.CONNECTING:
@@ -347,7 +347,7 @@ class PresenceLinks:
         link.outbox += struct.pack("!I", self._rank) + link.nonce
 
     def _advance_handshake(self, link: _Link) -> None:
-        """Process the bytes that complete the current stage; see the module's description of the handshake."""
+        """Process the bytes that complete the current stage. The module docstring describes the handshake."""
         message = link.pop(link.stage.value)
         if link.stage is _Stage.CALL:
             (link.peer,) = struct.unpack("!I", message[:_RANK_BYTES])
@@ -386,7 +386,7 @@ class PresenceLinks:
             self._opened.notify_all()
 
     def _end(self, link: _Link, *, by_peer: bool = False) -> None:
-        """Close a link. If it was open, count and report the loss; the higher rank opens it again."""
+        """Close a link. If it was open, count and report the loss; the higher rank reopens it."""
         if link in self._handshakes:
             self._handshakes.remove(link)
         elif self._links.get(link.peer) is link:
@@ -395,7 +395,7 @@ class PresenceLinks:
             self._last_loss = time.monotonic(), link.peer
             if by_peer:
                 self._closed_by_peer.add(link.peer)
-            # Log only losses 1, 2, 4, 8, ..., so that links that keep ending do not fill the engine's log.
+            # Log only losses 1, 2, 4, 8, ..., so that flapping links do not flood the engine's log.
             if self._losses & (self._losses - 1) == 0 and not self._closing:
                 _log.warning("rank %d: the link to rank %d has ended", self._rank, link.peer)
         self._close(link)
@@ -423,11 +423,11 @@ class PresenceLinks:
         ]
 
     def _wake(self) -> None:
-        """Wake the thread, which waits for the selector."""
+        """Wake the thread, which may be waiting in the selector."""
         with self._lock, contextlib.suppress(OSError):
             if self._waker is not None:
                 self._waker.send(b"!")
 
 
 class _ClosedByPeerError(ConnectionError):
-    """The peer has closed a link in an orderly way."""
+    """The peer has closed a link in an orderly manner."""

@@ -1,4 +1,4 @@
-"""One rank's layout and identity, and its plans: checked ones from the service, and one that restores a placement."""
+"""One rank's layout and identity, and its plans: those from the service, and the plan that restores a placement."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from eplb_core.wire.plan import (
 )
 
 _RESTORING_PLAN_ID = 0
-"""Number of restoring plans; no service uses it."""
+"""Plan number for restoring plans, which no service uses."""
 
 Order: TypeAlias = tuple[RankPlan, int] | CallOff
-"""Order from the service: a plan with the digest of the placement it was checked against, or a call-off."""
+"""Order from the service: a call-off, or a plan with the digest of the placement that it was checked against."""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Layout that one rank serves. It is an immutable snapshot, replaced at each commit, so any thread may read it.
+    """Layout that one rank serves. It is an immutable snapshot that each commit replaces, so any thread may read it.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class RankLayout:
     placement
         Placement of all ranks.
     log2phy_LE
-        This rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` for dealing tables.
+        The rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` for dealing tables.
     epoch
         Version of the layout.
     layer_epochs
@@ -83,7 +83,7 @@ class RankLayout:
 
     @classmethod
     def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> RankLayout:
-        """Return the layout that a rank starts with, at epoch 0.
+        """Return a rank's initial layout, at epoch 0.
 
         Raises ``PlacementError`` if a table refers to a slot that does not hold its expert.
         """
@@ -95,17 +95,17 @@ class RankLayout:
 
     @cached_property
     def digest(self) -> int:
-        """Fingerprint of the placement, equal on all ranks of a healthy group."""
+        """Fingerprint of the placement. It is equal on all ranks of a healthy group."""
         return combine_digests(self.placement.experts, self.layer_digests)
 
     @cached_property
     def version_digest(self) -> int:
-        """Fingerprint of placement and epochs. Unlike ``digest``, it also changes if a switch changes only tables."""
+        """Fingerprint of placement and epochs. Unlike ``digest``, it changes even if only tables change."""
         version = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
         return array_digest(version, salt="version")
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> RankLayout:
-        """Return the layout after one more committed layer.
+        """Return the layout after committing one more layer.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ def _with_item(values: tuple[int, ...], index: int, value: int) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of this rank in its EP group. The ranks agree on it when they meet; it never changes afterwards.
+    """Identity of this rank in its EP group. The ranks agree on it when they meet, and it never changes afterwards.
 
     Parameters
     ----------
@@ -147,11 +147,11 @@ class Identity:
     node
         Host of this rank.
     token_groups
-        Token group of each rank. Ranks of one group see the same tokens.
+        Token group of each rank. Ranks in the same group see the same tokens.
     shape
         Sizes of the model and the group.
     device
-        Name of this rank's device; empty on a CPU.
+        Model name of this rank's device; empty on a CPU.
     """
 
     deployment: str
@@ -170,7 +170,7 @@ class Identity:
         installed
             Current layout.
         highest_term
-            Highest leader term of any service so far. The rank rejects plans of lower terms.
+            Highest leader term received so far. The rank rejects plans with lower terms.
         """
         return Hello(
             deployment=self.deployment,
@@ -191,14 +191,14 @@ class Identity:
 
 
 def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayout) -> RankPlan:
-    """Decode a plan and check that this rank could carry it out.
+    """Decode a plan and check that this rank can carry it out.
 
-    A plan for another epoch passes, because the state machine rejects it and reports the reason.
+    A plan for a different epoch passes this check, because the state machine rejects it and reports the reason.
 
     Parameters
     ----------
     message
-        Plan as received.
+        The plan as received.
     identity
         Identity of this rank.
     installed
@@ -250,10 +250,10 @@ def _check_shared_table(layer: RankLayer, identity: Identity) -> None:
 def restoring_plan(
     installed: RankLayout, target: Placement, token_groups: Sequence[int], leader_term: int
 ) -> RankPlan | None:
-    """Return a plan from the current layout to a placement, or ``None`` if no slot changes.
+    """Return a plan that restores a placement, or ``None`` if no slot changes.
 
-    Each rank computes it independently. The plans are equal except for the rank's own tables, and ranks of one token
-    group get the same tables. Unlike in a plan from the service, an expert may change its slot within a rank.
+    Each rank computes its plan independently. The plans are equal except for the rank's own tables, and ranks in the
+    same token group get the same tables. Unlike in a plan from the service, an expert may change slots within a rank.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def restoring_plan(
 
 
 def _restoring_moves(old_RS: Int32, new_RS: Int32) -> Int32:
-    """Return a move for each slot that changes, from the same rank if it holds the expert.
+    """Return one move for each slot that changes. The source is on the same rank if that rank holds the expert.
 
     Returns
     -------
@@ -292,7 +292,7 @@ def _restoring_moves(old_RS: Int32, new_RS: Int32) -> Int32:
 
     Examples
     --------
-    Rank 0 exchanges its two experts, and rank 1 replaces expert 3 by expert 0:
+    Rank 0 swaps its two experts, and rank 1 replaces expert 3 with expert 0:
 
     >>> old_RS = np.array([[0, 1], [2, 3]], dtype=np.int32)
     >>> new_RS = np.array([[1, 0], [2, 0]], dtype=np.int32)
@@ -306,7 +306,7 @@ def _restoring_moves(old_RS: Int32, new_RS: Int32) -> Int32:
         expert = int(new_RS[rank, slot])
         holders = np.argwhere(old_RS == expert).tolist()
         local = [holder for holder in holders if holder[0] == rank]
-        # Spread the ranks that need the same expert over its holders.
+        # Spread ranks that need the same expert over the ranks that hold it.
         source = local[0] if local else holders[rank % len(holders)]
         moves.append((*source, rank, slot, expert))
     return np.array(moves, dtype=np.int32)

@@ -1,6 +1,6 @@
 """Records one rank's votes, transfers, commits, aborts and heat as JSON lines.
 
-The model's thread writes each line and flushes it, so a rank that is killed loses only its last moments.
+The model's thread writes and flushes each line, so a rank that is killed loses at most its last line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("eplb.agent")
 
 
 class History:
-    """History file of one rank. A disk failure stops the recording with a warning and has no other effect.
+    """History file of one rank. A disk failure stops recording with a warning and has no other effect.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class History:
     identity
         Identity of this rank.
     installed
-        Layout at the start.
+        Initial layout.
     """
 
     def __init__(self, folder: Path | None, identity: Identity, installed: RankLayout) -> None:
@@ -59,15 +59,15 @@ class History:
         Parameters
         ----------
         step
-            Step at which it was counted or settled.
+            Step at which the vote was counted or settled.
         number
             Number of the vote.
         ballot
-            This rank's ballot. Without one nothing is recorded.
+            This rank's ballot. If ``None``, nothing is recorded.
         outcome
-            Outcome for all ranks.
+            Outcome of the vote, the same for all ranks.
         has_outcome
-            True if this rank received the outcome, False if it settled the vote with its peers.
+            True if this rank received the outcome; False if it settled the vote with its peers.
         """
         if ballot is not None:
             self._write(
@@ -83,7 +83,7 @@ class History:
             )
 
     def action(self, step: int, action: Action) -> None:
-        """Record an action of the state machine: a transfer, commit, dropped plan or halt."""
+        """Record an action of the state machine, such as a transfer, commit, dropped plan or halt."""
         match action:
             case StartTransfer(layers, generation, lane):
                 indices = [layer.layer for layer in layers]

@@ -1,7 +1,7 @@
-"""Opens a new vote link after the last one was lost, on a thread of its own, while the model keeps serving.
+"""Opens a new vote link after the last one was lost, on a separate thread, while the model keeps serving.
 
-A stall, a broken link or a late first step stops voting only for a while. All ranks open a new link, compare their
-layouts, and agree on the forward pass from which they vote again. If a rank is missing, they try again later.
+A stall, a broken link or a late first step stops voting only temporarily. All ranks open a new link, compare their
+layouts, and agree on the forward pass at which voting resumes. If a rank is missing, they try again later.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _log = logging.getLogger("eplb.agent")
 
 _INITIAL_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 60.0
-"""Longest wait between two attempts after a failed one."""
+"""Maximum wait between attempts after a failed one."""
 _MAX_DELAY_SECONDS = 3600.0
-"""Longest wait before an attempt if vote links are lost early again and again."""
+"""Maximum wait before an attempt if vote links are repeatedly lost early."""
 _GATHER_SECONDS = 60.0
 _OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _INITIAL_MARGIN = 32
-"""Forward passes until the first vote. No rank may get there before it knows of the vote."""
+"""Number of forward passes until the first vote. No rank may reach that pass before it knows of the vote."""
 _MAX_MARGIN = 4096
 _RENUMBERING_MARGIN = 256
-"""Distance of the agreed pass number from the highest number that any rank has reached."""
+"""Distance between the agreed pass number and the highest number that any rank has reached."""
 _REST_SECONDS = 60.0
-"""Longest wait for the model's thread to come to rest between two passes and agree with the other ranks."""
+"""Maximum wait for the model's thread to come to rest between two passes and agree with the other ranks."""
 _GAVE_UP = 0
-"""State of a rank that no longer tries to come to rest."""
+"""State of a rank that has given up on coming to rest."""
 _QUEUED = 1
 """State of a rank whose device still has queued work."""
 _QUIET = 2
@@ -46,7 +46,7 @@ _QUIET = 2
 
 
 class _TooLateError(TimeoutError):
-    """A rank had already passed the forward pass of the first vote. The next attempt schedules it later."""
+    """A rank had already passed the forward pass of the first vote. The next attempt schedules the vote later."""
 
 
 @dataclass
@@ -56,14 +56,14 @@ class _RestRequest:
     Parameters
     ----------
     link
-        Vote link to agree over.
+        Vote link over which to agree.
     number
         The new number.
     verdicts
-        Queue for the verdict: True if all ranks have agreed. Each request has its own, so that a late verdict cannot be
-        mistaken for one on the next request.
+        Queue for the verdict, which is True if all ranks have agreed. Each request has its own queue, so that a late
+        verdict cannot be mistaken for a verdict on the next request.
     taken
-        True while the model's thread works on the request.
+        True while the model's thread is working on the request.
     """
 
     link: VoteLink
@@ -73,31 +73,32 @@ class _RestRequest:
 
 
 class Reformation:
-    """Tries to open a new vote link until all ranks have joined.
+    """Repeated attempts to open a new vote link, until all ranks have joined.
 
-    If a rank is astray, or the ranks' pass counts are far apart, the ranks first agree on a new number for one forward
-    pass. Each rank then comes to rest between two passes on its model's thread (``rest``), with no queued work on its
-    device. Every pass contains collectives of all ranks, so if all are at rest at the same time, they have run the same
-    passes.
+    If any rank is astray, or the ranks' pass counts are far apart, the ranks first agree on a new number for the
+    current forward pass. To do so, each rank's model thread comes to rest between two passes (``rest``), with no queued
+    work on its device. Every pass contains collectives over all ranks, so if all are at rest at the same time, they
+    have run the same passes.
 
     Parameters
     ----------
     group
-        The group of ranks.
+        The agents' group.
     state
         This rank's state when voting stopped.
     vote
         Number of this rank's last vote.
     attempts
-        Number of attempts so far in the group's life.
+        Number of attempts so far over the group's lifetime.
     early_losses
-        How many times in a row a vote link was lost soon after it was opened. Each time the next attempt waits longer.
+        Number of consecutive vote links that were lost soon after being opened. Each such loss delays the next attempt
+        further.
     current_pass
-        Returns the highest forward pass that this rank has reached.
+        Callable that returns the highest forward pass that this rank has reached.
     runtime
         Clock and threads to use.
     astray
-        True if the ranks must agree on a new pass number.
+        True if this rank requires the ranks to agree on a new pass number.
 
     Attributes
     ----------
@@ -106,13 +107,13 @@ class Reformation:
     complaint
         Error of the last attempt, or ``None``.
     start
-        Forward pass of the first vote, once ``poll`` returns the link.
+        Forward pass of the first vote, once ``poll`` has returned the link.
     generation
-        Highest transfer number of any rank, once ``poll`` returns the link.
+        Highest transfer number on any rank, once ``poll`` has returned the link.
     lane
-        Highest lane number of any rank, once ``poll`` returns the link.
+        Highest lane number on any rank, once ``poll`` has returned the link.
     vote
-        Highest vote number of any rank, once ``poll`` returns the link.
+        Highest vote number on any rank, once ``poll`` has returned the link.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class Reformation:
 
     @property
     def alive(self) -> bool:
-        """True while it is trying, and after it has ended with a result."""
+        """True while attempts continue, and after they have ended with a result."""
         return self._thread.is_alive() or self._result is not None
 
     def poll(self) -> VoteLink | None:
-        """Return the new vote link, or ``None`` if there is none yet. Never waits.
+        """Return the new vote link, or ``None`` if there is none yet. This never waits.
 
         Raises ``FatalSwitchError`` if the ranks serve different placements.
         """
@@ -178,15 +179,15 @@ class Reformation:
                     self._margin = min(4 * self._margin, _MAX_MARGIN)
                 self.complaint = f"the ranks cannot vote again yet: {error}"
                 _log.warning("rank %d: the ranks cannot vote again yet: %s", self._group.rank, error)
-                # Otherwise the other ranks would count this one as present while it waits for its next attempt.
+                # Otherwise, other ranks would count this one as present while it waits for its next attempt.
                 self._group.store.set(f"attempt/{self._group.rank}", "0")
             shortest = min(2 * shortest, _MAX_BACKOFF_SECONDS)
 
     def _wait_for_attempt(self, shortest: float) -> bool:
-        """Wait before the next attempt, and return True if this rank is closing.
+        """Wait before the next attempt. Return True if this rank is closing.
 
-        Once another rank makes an attempt, the wait is only ``shortest`` seconds. Otherwise ranks with long waits might
-        never meet: each would give up its attempt before the next one begins.
+        Once another rank makes an attempt, the wait is cut to ``shortest`` seconds. Otherwise, ranks with long waits
+        might never meet, because each would give up its attempt before the next rank begins.
         """
         start = self._runtime.now()
         longest = max(self._backoff, shortest)
@@ -197,7 +198,7 @@ class Reformation:
         return self._closing.is_set()
 
     def _attempt(self) -> VoteLink:
-        """Meet the other ranks, open a link, and agree on the first vote."""
+        """Meet the other ranks, open a link, agree on the first vote, and return the link."""
         self._gather()
         link = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
         self._group.peers.vote_link_ended = link.ended
@@ -222,7 +223,7 @@ class Reformation:
             -forward,
             -int(self._astray),
         ]
-        # The margins differ if some ranks have failed more often than others.
+        # Margins differ if some ranks have failed more often than others.
         values.append(-self._margin)
         low, high, generation, lane, vote, earliest, latest, astray, margin = self._all_min(
             link, Kind.SERVED, values
@@ -257,7 +258,7 @@ class Reformation:
                 withdrawn = not request.taken
                 if withdrawn:
                     self._rest_request = None
-            # If the model's thread has already taken the request, wait for its verdict: it may have agreed.
+            # If the model's thread has already accepted the request, wait for its verdict, because it may have agreed.
             agreed = not withdrawn and request.verdicts.get()
         with self._lock:
             self._rest_request = None
@@ -269,10 +270,10 @@ class Reformation:
         return request.number
 
     def rest(self, clock: ForwardClock, seconds: float) -> bool:
-        """Agree with the other ranks on a new number for this pass, if requested, and return True on success.
+        """If requested, agree with the other ranks on a new number for this pass. Return True on success.
 
         The model's thread calls this between two passes. It waits up to twice ``seconds`` for the other ranks, and as
-        long again for each pass that they have yet to queue. The commit register then settles if they have agreed.
+        long again for each pass that they have yet to queue. The commit register then settles whether they have agreed.
         """
         with self._lock:
             request = self._rest_request
@@ -281,11 +282,11 @@ class Reformation:
             interrupted = request.taken
             request.taken = True
         agreed = False
-        # If an error ended the call that took the request, its verdict is still due: the ranks have not agreed.
+        # If an error ended the call that accepted the request, its verdict is still pending: the ranks have not agreed.
         if not interrupted:
             state, lowest = self._compare_queues(request.link, request.number, clock, seconds)
             if (state, lowest) == (_QUIET, _QUEUED):
-                # Another rank has queued a further pass, so this rank must run it too and try again after it.
+                # Another rank has queued one more pass, so this rank must run that pass too and then try again.
                 with self._lock:
                     request.taken = False
                 return False
@@ -298,7 +299,7 @@ class Reformation:
     def _compare_queues(
         self, link: VoteLink, number: int, clock: ForwardClock, seconds: float
     ) -> tuple[int, int]:
-        """Wait until this rank's device is quiet or a rank gives up; return this rank's state and the lowest of all."""
+        """Wait until this rank's device is quiet or any rank gives up. Return this rank's and the lowest state."""
         state = _QUEUED
         lowest = _QUEUED
         with suppress(VoteError):
@@ -318,11 +319,11 @@ class Reformation:
         return lowest
 
     def _gather(self) -> None:
-        """Wait until all ranks have lost the old link, and agree on the highest attempt number of any rank."""
+        """Wait until all ranks have lost the old link, and agree on the highest attempt number on any rank."""
         self.attempts += 1
         end = self._runtime.now() + _GATHER_SECONDS
         waiting = sorted(self._group.peers.others)
-        # Ask only one rank at a time, so that many waiting ranks do not flood a late one.
+        # Ask one rank at a time, so that many waiting ranks do not flood a late one.
         while waiting:
             self._group.store.set(f"attempt/{self._group.rank}", str(self.attempts))
             question = b"t%d" % self.attempts

@@ -1,6 +1,6 @@
 """Rendezvous of the agents of an EP group.
 
-Each rank sends its facts to all others. If they do not fit together, every rank raises the same error.
+Each rank sends its facts to all others. If the facts are incompatible, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Rendezvous:
 class _Facts:
     """Facts that one rank sends to all others.
 
-    They are pickled, and a rank may run another release of the agent, so keep the names of the fields.
+    They are pickled, and a rank may run a different release of the agent, so do not rename fields.
 
     Parameters
     ----------
     nonce
-        Random id. Rank 0's nonce becomes the group's id.
+        Random id. Rank 0's nonce becomes the group id.
     release
         The agent's version.
     token_group
@@ -75,15 +75,15 @@ class _Facts:
     slots_LS
         Logical expert of each local slot, int32 ``[L, S]``.
     shape
-        Shape of the deployment, as this rank sees it.
+        Shape of the deployment, as seen by this rank.
     shares_tokens
-        True if a layer's dispatch lets several ranks see the same tokens.
+        True if any layer's dispatch lets several ranks see the same tokens.
     gathers_all
-        True if a layer's dispatch gathers the tokens of all ranks.
+        True if any layer's dispatch gathers the tokens of all ranks.
     fingerprints_LS
         Fingerprints of the local experts, uint32 ``[L, S]``.
     alike
-        Facts that must be equal on all ranks, by name.
+        Facts that must be equal on all ranks, keyed by name.
     """
 
     nonce: str
@@ -103,23 +103,24 @@ def meet(
     settings: AgentSettings,
     token_group: int | None,
 ) -> Rendezvous:
-    """Form a group of the ranks of ``host_group``, and agree on their initial layout. A collective.
+    """Form a group from the ranks of ``host_group``, and agree on their initial layout. This is a collective.
 
     Parameters
     ----------
     layers
         The live layers, in the same order on every rank.
     host_group
-        CPU-capable process group of the engine.
+        The engine's CPU-capable process group.
     settings
         The agent's settings.
     token_group
-        Number that is equal on all ranks that see the same tokens; ``None`` if no other rank sees this rank's tokens.
+        Number that is the same on all ranks that see the same tokens; ``None`` if no other rank sees this rank's
+        tokens.
 
     Raises
     ------
     RendezvousError
-        On every rank, if shapes, settings or placements do not fit together or a rank cannot be reached.
+        On every rank, if shapes, settings or placements are incompatible, or if any rank cannot be reached.
     """
     rank = dist.get_rank(host_group)
     ranks = dist.get_world_size(host_group)
@@ -127,7 +128,7 @@ def meet(
     try:
         facts_or_error = _gather_facts(layers, settings, rank if token_group is None else token_group, ranks)
     except Exception as error:
-        # Send any error to the other ranks. Otherwise they would wait for this rank's facts.
+        # Send any error to the other ranks, which would otherwise wait for this rank's facts.
         facts_or_error = str(error)
     group, received = AgentGroup.join(
         host_group, settings.node, settings.data_host, facts_or_error, settings.peer_timeout_seconds
@@ -155,7 +156,7 @@ def meet(
 def _placement_of(facts: Sequence[_Facts]) -> Placement:
     """Return the placement formed by the slots of all ranks.
 
-    Raises ``RendezvousError`` if it is invalid, or if replicas of an expert differ.
+    Raises ``RendezvousError`` if the placement is invalid, or if replicas of an expert differ.
     """
     try:
         slots_LRS = np.stack([fact.slots_LS for fact in facts], axis=1)
@@ -171,9 +172,9 @@ def _placement_of(facts: Sequence[_Facts]) -> Placement:
 def _agree_on_layout(
     host_group: dist.ProcessGroup, rank: int, placement: Placement, layers: Sequence[LiveLayer]
 ) -> RankLayout:
-    """Return this rank's initial layout. A collective.
+    """Return this rank's initial layout. This is a collective.
 
-    Raises ``RendezvousError`` on every rank if the tables of any rank do not fit the placement.
+    Raises ``RendezvousError`` on every rank if any rank's tables do not match the placement.
     """
     layout = None
     complaint = None
@@ -188,9 +189,9 @@ def _agree_on_layout(
 
 
 def _open_links(host_group: dist.ProcessGroup, group: AgentGroup, lanes: Lanes) -> dist.ProcessGroup:
-    """Open the process group for votes and lane 0, and return the former. A collective.
+    """Open lane 0 and the process group for votes, and return the latter. This is a collective.
 
-    Raises ``RendezvousError`` on every rank if they cannot be opened on any rank.
+    Raises ``RendezvousError`` on every rank if any rank cannot open them.
     """
     votes = None
     complaint = None
@@ -304,15 +305,15 @@ def _local_slots(index: int, layer: LiveLayer) -> Int32:
 
 
 def _table(layer: LiveLayer) -> Int32:
-    """Return the ``log2phy`` of a layer on the host: int32 ``[E, D]`` for a dealing table, else ``[E]``."""
+    """Return a host copy of a layer's ``log2phy``, int32 ``[E]``, or ``[E, D]`` for a dealing table."""
     table = layer.log2phy.cpu().numpy().astype(np.int32)
     return without_single_entries(table) if table.ndim == 2 else table
 
 
 def _dealing_width(layers: Sequence[LiveLayer], experts: int) -> int:
-    """Return the number of entries per expert in ``log2phy``, 1 unless it is a dealing table.
+    """Return the number of entries per expert in ``log2phy``, which is 1 unless it is a dealing table.
 
-    Raises ``ValueError`` if layers differ, or if their tables do not fit the number of experts.
+    Raises ``ValueError`` if layers differ, or if their tables do not match the number of experts.
     """
     shapes = {_table(layer).shape for layer in layers}
     if len(shapes) != 1:
@@ -355,9 +356,9 @@ def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
 
 
 def _counts(layers: Sequence[LiveLayer]) -> tuple[str, ...]:
-    """Return the names of the token counts that all layers provide.
+    """Return the names of the kinds of token counts that all layers provide.
 
-    Either is enough, because the service can derive a slot's count from the source heat. Raises ``ValueError`` if there
+    One kind is enough, because the service can derive slot counts from the source heat. Raises ``ValueError`` if there
     are none.
     """
     names = ("moe_load", "source_load")
@@ -370,9 +371,9 @@ def _counts(layers: Sequence[LiveLayer]) -> tuple[str, ...]:
 
 
 def _check_facts(received: Sequence[_Facts | str]) -> list[_Facts]:
-    """Return the facts of all ranks, in order of rank.
+    """Return the facts of all ranks, in rank order.
 
-    Raises ``RendezvousError`` if a rank sent an error, or facts that do not fit the other ranks.
+    Raises ``RendezvousError`` if a rank sent an error, or facts that are incompatible with the other ranks.
     """
     facts = []
     for rank, fact_or_error in enumerate(received):

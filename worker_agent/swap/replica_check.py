@@ -1,11 +1,12 @@
-"""Check of live experts against their stored checksums and against their replicas on other ranks.
+"""Checks live experts against their stored checksums and against their replicas on other ranks.
 
-A stray write into an expert makes its rank's outputs wrong, and a later transfer would copy the damage to other ranks
+A stray write to an expert makes its rank's outputs wrong, and a later transfer would copy the damage to other ranks
 with a valid checksum. The check reads one expert after another in the background, and every expert before it is sent.
-It reports a difference, and a damaged expert is not sent. It ends no rank, because the host may be changing weights.
+Differences are reported, and a damaged expert is not sent. The check never stops a rank, because the host may be
+changing weights.
 
-The check compares bytes, as the rendezvous does, so 0.0 and -0.0 differ. Replicas that the same code loaded from one
-checkpoint have equal bytes.
+Like the rendezvous, the check compares bytes, so 0.0 and -0.0 differ. Replicas that the same code has loaded from the
+same checkpoint have equal bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from worker_agent.swap.peers import PeerGoneError, Peers
 from worker_agent.swap.rank_layout import RankLayout
 
 _REST_SECONDS = 1.0
-"""Minimum time between two experts."""
+"""Minimum pause between two experts."""
 _REST_PER_SECOND = 100.0
-"""Rest after an expert, as a multiple of the time to read it. It limits the check to about one percent of a core."""
+"""Pause after an expert, as a multiple of its read time. It limits the check to about one percent of a core."""
 _ANSWER_SECONDS = 0.2
 _ASK_AGAIN_SECONDS = 0.02
 
@@ -39,7 +40,7 @@ class ReplicaCheck:
     layers
         The live layers.
     current_layout
-        Returns this rank's layout, or ``None`` while its host may change weights.
+        Callable that returns this rank's layout, or ``None`` while the host or a commit may be writing to weights.
     peers
         The other ranks' agents.
     runtime
@@ -48,7 +49,7 @@ class ReplicaCheck:
     Attributes
     ----------
     reading : bool
-        True while live weights are read.
+        True while live weights are being read.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class ReplicaCheck:
         self._peers = peers
         self._runtime = runtime
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
-        """Expert and checksum by layer and slot. An entry outlives a commit if its slot keeps the expert."""
+        """Expert and checksum, keyed by layer and slot. An entry outlives a commit if its slot keeps the expert."""
         self._complaints: dict[tuple[int, int], tuple[int, str]] = {}
-        """Expert and message by layer and slot."""
+        """Expert and message, keyed by layer and slot."""
         self._commit_marks: dict[int, Mark] = {}
         self._turn = 0
         self._resets = 0
-        """Number of calls of ``forget``."""
+        """Number of calls to ``forget``."""
         self._next_at = runtime.now() + _REST_SECONDS
 
     @property
     def complaint(self) -> str | None:
-        """Message about the first expert that has changed or differs from a replica, or ``None``."""
+        """Message about the first expert that has changed or that differs from a replica, or ``None``."""
         layout = self._current_layout()
         for (layer, slot), (expert, message) in tuple(self._complaints.items()):
             if layout is None or _expert_in(layout, layer, slot) == expert:
@@ -83,19 +84,19 @@ class ReplicaCheck:
         return None
 
     def seconds_left(self) -> float:
-        """Return the seconds until the next turn is due."""
+        """Return the number of seconds until the next turn is due."""
         return max(0.0, self._next_at - self._runtime.now())
 
     def forget(self) -> None:
-        """Discard all checksums and complaints, because the host has changed weights, or may have."""
+        """Discard all checksums and complaints, because the host may have changed weights."""
         self._resets += 1
         self._sums = {}
         self._complaints = {}
 
     def committed(self, layer: int) -> None:
-        """Mark the point of the model's stream at which a commit to a layer is complete. The model's thread calls it.
+        """Mark the current point on the model's stream, at which a commit to a layer is complete.
 
-        Later reads of the layer wait for this point.
+        The model's thread calls this. Later reads of the layer wait for this point.
         """
         self._commit_marks[layer] = Mark(self._layers[layer].expert_weights()[0][0].device)
 
@@ -110,24 +111,24 @@ class ReplicaCheck:
     def check_sources(self, moves: Mapping[int, Int32], seconds: float) -> None:
         """Check the experts of a transfer before they are sent.
 
-        Each is compared with its stored checksum or, without one, with a replica on another rank.
+        Each expert is compared with its stored checksum or, if there is none, with a replica on another rank.
 
-        The transfer thread of every rank calls this, on its stream, before it sends anything. The rank of the other
-        replica, the witness, reads its replica if it has no stored checksum. If the witness does not answer in time,
-        the expert is sent without a comparison.
+        Every rank's transfer thread calls this on its own stream before sending anything. The rank with the other
+        replica, the witness, reads that replica if it has no stored checksum for it. If the witness does not answer in
+        time, the expert is sent without a comparison.
 
         Parameters
         ----------
         moves
-            Moves by layer index: source rank and slot, destination rank and slot, expert, int32 ``[M, 5]``. None of
-            these layers may switch during the call.
+            Moves keyed by layer index: source rank and slot, destination rank and slot, expert, int32 ``[M, 5]``. None
+            of these layers may switch during the call.
         seconds
-            Longest wait for the witnesses.
+            Maximum wait for the witnesses.
 
         Raises
         ------
         ValueError
-            If an expert that this rank is about to send has changed, or differs from its witness.
+            If an expert that this rank is about to send has changed or differs from the witness's replica.
         """
         layout = self._current_layout()
         if layout is None:
@@ -145,12 +146,12 @@ class ReplicaCheck:
     def _read_sources(
         self, layer: int, moves_M5: Int32, layout: RankLayout
     ) -> dict[tuple[int, int], tuple[int, int]]:
-        """Read a layer's experts if this rank is their source or their witness.
+        """Read those of a layer's experts for which this rank is the source or the witness.
 
         Returns
         -------
         dict
-            Expert and witness rank by layer and slot, for each expert to send that had no stored checksum.
+            Expert and witness rank, keyed by layer and slot, for each expert to be sent that had no stored checksum.
         """
         pending = {}
         for source, slot, expert in sorted({(move[0], move[1], move[4]) for move in moves_M5.tolist()}):
@@ -167,7 +168,7 @@ class ReplicaCheck:
         return pending
 
     def turn(self, stream: SideStream) -> None:
-        """Check the next expert, and schedule the turn after it.
+        """Check the next expert, and schedule the following turn.
 
         Parameters
         ----------
@@ -188,15 +189,15 @@ class ReplicaCheck:
             self._next_at = began + duration + max(_REST_SECONDS, _REST_PER_SECOND * duration)
 
     def _check(self, layer: int, slot: int, layout: RankLayout) -> None:
-        """Compare a slot's expert with its stored checksum and with one replica on another rank.
+        """Compare a slot's expert with its stored checksum and with one of its replicas on another rank.
 
-        The result is discarded if the layer may have been written to meanwhile.
+        The result is discarded if the layer may have been written to in the meantime.
         """
         epoch = layout.layer_epochs[layer]
         resets = self._resets
         self.reading = True
         try:
-            # Test this only after setting the flag: a drain that starts from here on waits for the read.
+            # Test this only after setting the flag. Any drain that starts after this point waits for the read.
             if not self._is_unwritten(layer, epoch, resets):
                 return
             value = self._read(layer, slot)
@@ -216,7 +217,7 @@ class ReplicaCheck:
             self._complaints.pop((layer, slot), None)
 
     def _store(self, layer: int, slot: int, value: int, layout: RankLayout) -> bool:
-        """Store the checksum of a slot's expert. Return False, with a complaint, if it differs from the stored one."""
+        """Store a slot's checksum. If it differs from the stored one, record a complaint and return False."""
         expert = _expert_in(layout, layer, slot)
         stored = self._stored_sum(layer, slot, expert)
         if stored is not None and stored != value:
@@ -236,12 +237,12 @@ class ReplicaCheck:
     def _compare_with_witnesses(
         self, pending: dict[tuple[int, int], tuple[int, int]], layout: RankLayout, seconds: float
     ) -> None:
-        """Compare slots with their witnesses, until all have answered or ``seconds`` have passed.
+        """Compare slots with their witnesses until all have answered or ``seconds`` have passed.
 
         Parameters
         ----------
         pending
-            Expert and witness rank by layer and slot. Entries are removed once compared.
+            Expert and witness rank, keyed by layer and slot. Entries are removed once they have been compared.
         layout
             This rank's layout.
         seconds
@@ -279,15 +280,15 @@ class ReplicaCheck:
         layer
             Index of the layer.
         epoch
-            The layer's epoch at the beginning.
+            The layer's epoch before the read.
         resets
-            The number of resets at the beginning.
+            The number of resets before the read.
         """
         layout = self._current_layout()
         return layout is not None and layout.layer_epochs[layer] == epoch and self._resets == resets
 
     def _ask_for_sum(self, layer: int, expert: int, rank: int) -> int | None:
-        """Return the checksum of a replica on another rank, or ``None`` if it has none yet or does not answer."""
+        """Return the checksum of another rank's replica, or ``None`` if it has none yet or does not answer."""
         with suppress(PeerGoneError):
             answer = self._peers.ask([rank], b"c%d %d" % (layer, expert), _ANSWER_SECONDS).get(rank, b"-")
             if answer[:1] == b"+":
@@ -300,7 +301,7 @@ def _expert_in(layout: RankLayout, layer: int, slot: int) -> int:
 
 
 def _slot_of(layout: RankLayout, layer: int, expert: int) -> int | None:
-    """Return this rank's first slot with an expert, or ``None`` if it has no replica of it."""
+    """Return this rank's first slot that holds an expert, or ``None`` if it holds no replica."""
     slots = np.flatnonzero(layout.placement.phy2log_LRS[layer, layout.rank] == expert)
     return int(slots[0]) if slots.size else None
 

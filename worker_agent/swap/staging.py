@@ -1,4 +1,4 @@
-"""Staging memory, which holds received experts until their commit, and the commit between two forward passes."""
+"""Staging memory, which holds received experts until they are committed, and the commit between two forward passes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], list[ExpertWeights]] = {}
-        """Buffers by kind of expert; see ``_kind``. Most models have experts of only one kind."""
+        """Buffers keyed by kind of expert; see ``_kind``. Most models have only one kind."""
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including buffers that no transfer uses. Any thread may read it."""
+        """Number of allocated bytes, including buffers that are not in use. Any thread may read it."""
         allocated = [buffer for buffers in tuple(self._buffers.values()) for buffer in buffers]
         return sum(
             buffer.nbytes if isinstance(buffer, torch.Tensor) else sum(row.nbytes for row in buffer)
@@ -49,7 +49,7 @@ class Staging:
     ) -> list[list[ExpertWeights]]:
         """Return buffers for the experts that one transfer receives.
 
-        Memory is allocated only if the layers need more rows or other shapes than before.
+        Memory is allocated only if the layers need more rows or different shapes than before.
 
         Parameters
         ----------
@@ -61,7 +61,8 @@ class Staging:
         Returns
         -------
         list of list of ExpertWeights
-            Per layer, one buffer for each kind of weight. Its shape, dtype and device match the weight's.
+            Per layer, one buffer for each kind of weight. Apart from the number of rows, it has the weight's shape,
+            dtype and device.
         """
         kinds = [_kind(weights) for weights in layers]
         needed: Counter[tuple[object, ...]] = Counter()
@@ -84,7 +85,7 @@ class Staging:
         return reserved
 
     def drop(self) -> None:
-        """Discard all buffers, because a failed transfer may still write into them."""
+        """Discard all buffers, because a failed transfer may still write to them."""
         self._buffers = {}
 
     def _rows(self, kind: tuple[object, ...]) -> int:
@@ -92,7 +93,7 @@ class Staging:
 
 
 def _kind(weights: Sequence[ExpertWeights]) -> tuple[object, ...]:
-    """Return a key that is equal for layers whose experts fit into the same buffers."""
+    """Return a key that is equal for layers whose experts fit in the same buffers."""
     return tuple(
         (isinstance(weight, torch.Tensor), weight[0].shape, weight[0].dtype, weight[0].device)
         for weight in weights
@@ -102,8 +103,8 @@ def _kind(weights: Sequence[ExpertWeights]) -> tuple[object, ...]:
 def _allocate(weight: ExpertWeights, rows: int) -> ExpertWeights:
     """Return a buffer of ``rows`` experts for one kind of weight.
 
-    If the weight is a list, each row gets separate storage: a device may be unable to send or receive a tensor that
-    begins in the middle of a storage.
+    If the weight is a list, each row gets separate storage, because a device may be unable to send or receive a tensor
+    that begins in the middle of its storage.
     """
     if isinstance(weight, torch.Tensor):
         return weight.new_empty((rows, *weight.shape[1:]))
@@ -134,17 +135,17 @@ def install_layer(
     slots
         Target slot of each row of ``staged``.
     on_commit
-        Called with the layer's index once the layer has been changed.
+        Called with the layer's index once the change is complete.
 
     Returns
     -------
     int
-        Bytes of weights written.
+        Number of bytes of weights written.
 
     Raises
     ------
     FatalSwitchError
-        If anything fails. The layer may then be half written.
+        If anything fails. The layer may then be partially written.
     """
     try:
         local_E = expert_map(update.phy2log_RS[rank], live.expert_map.shape[0])
@@ -168,9 +169,9 @@ def copy_into(
     expert_map_E: torch.Tensor,
     log2phy_E: torch.Tensor,
 ) -> int:
-    """Copy experts to a layer, then the tables that route to them.
+    """Copy experts into a layer, and then the tables that route to them.
 
-    Everything is queued on the caller's stream. On a device, the call returns before the copies have run.
+    All copies are queued on the caller's stream. On a device, the call returns before they have run.
 
     Parameters
     ----------
@@ -181,14 +182,14 @@ def copy_into(
     slots
         Target slot of each row of ``staged``.
     expert_map_E
-        int32 ``[E]`` on the host, local slot of each expert.
+        Local slot of each expert, int32 ``[E]`` on the host.
     log2phy_E
-        int32 ``[E]`` on the host, or ``[E, D]`` for a dealing table.
+        Physical id for each expert, int32 ``[E]`` on the host, or ``[E, D]`` for a dealing table.
 
     Returns
     -------
     int
-        Bytes of weights written.
+        Number of bytes of weights written.
     """
     written = 0
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):

@@ -1,6 +1,6 @@
-"""Check that the tables on the device match the layout that this rank has committed.
+"""Checks that the tables on the device match the layout that this rank has committed.
 
-Ballots compare only the ranks' records of their layouts, not the tables on their devices.
+Ballots compare only the layouts that ranks have recorded, not the tables on their devices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
 _ROUND_BOUNDARIES = 256
-"""Step boundaries within which the tables of every layer are compared once. A model with more layers takes longer."""
+"""Number of step boundaries in which every layer's tables are compared once. Models with more layers take longer."""
 
 
 class _Snapshot(NamedTuple):
-    """A layer's tables in transit from the device, each with the table that was committed when the copy was queued."""
+    """A layer's tables as they are copied from the device, each with the table committed when its copy was queued."""
 
     layer: int
     step: int
@@ -45,10 +45,10 @@ class _Snapshot(NamedTuple):
 
 
 class TableCheck:
-    """Check of ``expert_map`` and ``log2phy`` on the device, one layer after another.
+    """Check of ``expert_map`` and ``log2phy`` on the device, one layer at a time.
 
-    It also checks every layer just before a commit overwrites it. The check never waits for the device, so a difference
-    shows at a later step boundary.
+    Every layer is also checked just before a commit overwrites it. The check never waits for the device, so a
+    difference is reported at a later step boundary.
     """
 
     def __init__(self, layers: Sequence[LiveLayer]) -> None:
@@ -58,7 +58,7 @@ class TableCheck:
         self._snapshots: deque[_Snapshot] = deque()
 
     def at_boundary(self, step: int, layout: RankLayout) -> str | None:
-        """Compare the tables that have arrived, and queue the next layer's copy if it is due.
+        """Compare the tables that have arrived, and queue a copy of the next layer's tables if it is due.
 
         Call this between two forward passes, on the stream that switches layers. At that point the device holds the
         tables of ``layout``.
@@ -73,7 +73,7 @@ class TableCheck:
         Returns
         -------
         str or None
-            A message about the first difference; ``None`` if there is none so far.
+            A message about the first difference, or ``None`` if there is none so far.
         """
         self._boundaries += 1
         while self._snapshots and self._snapshots[0].arrived.passed():
@@ -86,7 +86,7 @@ class TableCheck:
         return None
 
     def before_commit(self, layer: int, step: int, layout: RankLayout) -> None:
-        """Queue a copy of the tables of a layer that is about to be overwritten, the last chance to compare them."""
+        """Queue a copy of a layer's tables for comparison, just before a commit overwrites them."""
         self._queue_copy(layer, step, layout)
 
     def _queue_copy(self, index: int, step: int, layout: RankLayout) -> None:
@@ -101,5 +101,5 @@ class TableCheck:
 
 
 def _to_host(table: torch.Tensor) -> torch.Tensor:
-    """Queue a copy of a table to the host, and return its target."""
+    """Queue a copy of a table to the host, and return the host tensor."""
     return host_empty(tuple(table.shape), table.dtype, table.device).copy_(table, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Background transfer of experts between ranks, from live slots into staging, with a limited share of the link."""
+"""Transfers experts between ranks in the background, from live slots to staging, with a limited share of the link."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from worker_agent.swap.staging import Staging
 _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-"""Maximum size of a message, except for a tensor in blocks. It must be the same on all ranks."""
+"""Maximum message size in bytes, except for a tensor in blocks. It must be the same on all ranks."""
 _MAX_SLOWDOWN = 2.0
-"""Multiple of the fastest exchange's time per byte. An exchange counts as using the link for no longer than that."""
+"""Cap on the link time charged to an exchange, as a multiple of the fastest exchange's time per byte."""
 _JOIN_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
-"""Longest time that a transfer waits for the checksums of replicas on other ranks."""
+"""Maximum time that a transfer waits for the checksums of replicas on other ranks."""
 _LATE_SECONDS = 10.0
-"""Grace period of the thread's own deadline. A busy host may wake a thread late; it is not hung then."""
+"""Grace period beyond the thread's own deadline. On a busy host, a thread that wakes up late has not hung."""
 
 
 @dataclass(frozen=True)
 class StagedLayer:
-    """A layer's experts that a transfer has staged.
+    """Experts of one layer that a transfer has staged.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class StagedLayer:
     seconds
         Duration of the layer's transfer.
     sums
-        The senders' checksums by slot; empty if they sent none.
+        The senders' checksums, keyed by slot; empty if they sent none.
     """
 
     layer: int
@@ -65,7 +65,7 @@ class StagedLayer:
 
     @property
     def bytes_received(self) -> int:
-        """Size of all staged rows in bytes."""
+        """Total size of the staged rows in bytes."""
         return sum(row.nbytes for buffer in self.staged for row in buffer)
 
 
@@ -80,7 +80,7 @@ class TransferResult:
     layers
         The staged layers, in the order of the ``StartTransfer``; empty after an error.
     error
-        The error that ended the transfer, or ``None``.
+        Error that ended the transfer, or ``None``.
     """
 
     generation: int
@@ -89,18 +89,18 @@ class TransferResult:
 
 
 class ByteBudget:
-    """Bytes that a rank may send, and receive, per step. The model's thread refills it and the transfer thread draws.
+    """Byte budget for sending and for receiving. The model's thread refills it, and the transfer thread draws from it.
 
-    A piece that is larger than one step's bytes overdraws the budget, so the next piece waits for several steps.
+    A piece that is larger than one step's budget overdraws it, so the next piece waits for several steps.
 
     Parameters
     ----------
     bytes_per_step
-        Budget of one step. If ``None``, ``share`` limits transfers instead.
+        Budget per step. If ``None``, ``share`` limits transfers instead.
     runtime
         Clock and locks.
     share
-        Maximum fraction of the time for which transfers may keep the link busy, if ``bytes_per_step`` is ``None``.
+        Maximum fraction of time for which transfers may keep the link busy if ``bytes_per_step`` is ``None``.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class ByteBudget:
         self._changed = runtime.condition()
 
     def refill(self) -> None:
-        """Add the budget of one step. Unused budget does not carry over, but an overdraft does."""
+        """Add one step's budget. Unused budget does not carry over, but an overdraft does."""
         self._unlimited = False
         if self._bytes_per_step is None:
             return
@@ -136,7 +136,7 @@ class ByteBudget:
             self._changed.notify()
 
     def open(self) -> None:
-        """Lift all limits until the next ``refill``, because the model runs no steps that a transfer could slow."""
+        """Lift all limits until the next ``refill``, because no steps are running that a transfer could slow down."""
         with self._changed:
             self._available = sys.maxsize
             self._unlimited = True
@@ -148,18 +148,18 @@ class ByteBudget:
         return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
 
     def rest(self, duration: float, size: int, longest: float) -> None:
-        """Leave the link to the model after an exchange, as long as ``share`` requires.
+        """Leave the link to the model after an exchange, for as long as ``share`` requires.
 
-        The exchange may include a wait for a peer, which in turn waits for a third rank's rest to end. If such waits
-        counted, each rest would prolong the next ones. The link therefore counts as busy for at most twice the time
-        that the fastest exchange so far would have needed.
+        An exchange may include a wait for a peer, which in turn waits for a third rank's rest to end. If such waits
+        counted, each rest would prolong the following ones. The link therefore counts as busy for at most twice the
+        time that the exchange would have taken at the fastest rate so far.
 
         Parameters
         ----------
         duration
             Duration of the exchange in seconds.
         size
-            Bytes that were exchanged.
+            Number of bytes exchanged.
         longest
             Maximum rest in seconds.
         """
@@ -173,7 +173,7 @@ class ByteBudget:
     def draw(self, size: int, timeout: float) -> bool:
         """Wait until some budget is available, then draw ``size`` bytes from it.
 
-        Return False if there is still no budget after ``timeout`` seconds.
+        Returns False if there is still no budget after ``timeout`` seconds.
         """
         if self._bytes_per_step is None:
             return True
@@ -186,18 +186,18 @@ class ByteBudget:
 
 @dataclass(frozen=True)
 class _InstallCheck:
-    """Order to compare installed experts with the senders' checksums, which are keyed by slot."""
+    """Job that compares installed experts with the senders' checksums, which are keyed by slot."""
 
     layer: int
     sums: dict[int, int]
 
 
 _Job: TypeAlias = "tuple[StartTransfer | _InstallCheck, Sequence[Sequence[ExpertWeights]], Mark]"
-"""Order for the thread, the weights of each layer involved, and the point of the model's stream to wait for."""
+"""Order for the thread, the weights of each layer involved, and the point on the model's stream to wait for."""
 
 
 class TransferWorker:
-    """Thread that runs one transfer at a time. No other thread uses its lanes.
+    """Thread that runs one transfer at a time and is the only user of its lanes.
 
     Read the results with ``poll``.
 
@@ -208,18 +208,18 @@ class TransferWorker:
     settings
         The agent's settings.
     budget
-        Limit of the bytes per step.
+        Limit on the number of bytes per step.
     runtime
         Clock, threads and queues.
     replicas
-        Check of live experts, to run between transfers and before experts are sent; ``None`` to run none.
+        Check of live experts to run between transfers and before experts are sent; ``None`` for no check.
 
     Attributes
     ----------
     damaged : str or None
-        Message about an installed expert that differs from the sent one, or ``None``.
+        Message about an installed expert that differs from the one sent, or ``None``.
     staging : Staging
-        Buffers of received experts.
+        Buffers for received experts.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class TransferWorker:
         weights
             Weights of one layer, by kind.
         rows
-            Number of experts to reserve memory for.
+            Number of experts for which to reserve memory.
         """
         try:
             with self._stream.current():
@@ -269,7 +269,7 @@ class TransferWorker:
 
     @property
     def failing(self) -> str | None:
-        """Reason why the thread will not finish its queued work, or ``None`` if it still can or has none."""
+        """Reason why the thread will not finish its queued work, or ``None`` if it still may or has no work."""
         if self._overdue_at is None and self._finished_checks == self._queued_checks:
             return None
         if not self._thread.is_alive():
@@ -280,15 +280,15 @@ class TransferWorker:
 
     @property
     def running(self) -> bool:
-        """True while a transfer or a check may still read live slots or write into staging."""
+        """True while a transfer or check may still read live slots or write to staging."""
         busy = self._overdue_at is not None or self._finished_checks < self._queued_checks
         return busy and self._thread.is_alive()
 
     def start(self, order: StartTransfer, layers: Sequence[LiveLayer]) -> None:
         """Start a transfer. Call this on the model's thread.
 
-        The transfer waits for the work that is already queued on the current stream. That includes the previous commit,
-        which must have read staging before a transfer overwrites it.
+        The transfer waits for work that is already queued on the current stream. This includes the previous commit,
+        which must finish reading staging before a transfer overwrites it.
         """
         weights = [layer.expert_weights() for layer in layers]
         self._overdue_at = self._runtime.now() + 2 * self._timeout + _LATE_SECONDS
@@ -306,7 +306,7 @@ class TransferWorker:
         live
             The layer.
         sums
-            Checksums by slot; if empty, nothing is compared.
+            Checksums keyed by slot. If empty, nothing is compared.
         """
         if sums:
             self._queued_checks += 1
@@ -314,17 +314,18 @@ class TransferWorker:
             self._jobs.put((_InstallCheck(layer, sums), [weights], Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
-        """Return the result of a transfer that has ended since the last call, or ``None``. Never wait."""
-        # This runs at every step, and an exception costs more than this test.
+        """Return the result of a transfer that has ended since the last call, or ``None``. This never waits."""
+        # This runs at every step, and this test is cheaper than the exception that an empty queue raises.
         if self._results.empty():
             return None
         self._overdue_at = None
         return self._results.get_nowait()
 
     def close(self) -> None:
-        """Have the thread finish its current job, retire its lane and end."""
+        """Have the thread finish its current job, retire its lane, and exit."""
         self._jobs.put(None)
-        # An idle thread ends at once. Wait for it, because a lane must not be closed while Python itself shuts down.
+        # An idle thread exits at once. Wait for it, because a lane must not be closed while Python itself is shutting
+        # down.
         self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
@@ -343,7 +344,7 @@ class TransferWorker:
         self._lanes.retire()
 
     def _next_job(self) -> _Job | None:
-        """Wait for the next job, and check live experts meanwhile."""
+        """Return the next job. Check live experts while waiting for it."""
         while self._replicas is not None:
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=self._replicas.seconds_left())
@@ -371,14 +372,14 @@ class TransferWorker:
             if any(len(layer.moves_M5) for layer in order.layers):
                 return TransferResult(order.generation, self._transfer_layers(order, weights, ready))
         except Exception as failure:
-            # Discard staging, because late bytes may still be written into it. Retire the lane, so that peers get an
+            # Discard staging, because late bytes may still be written to it. Retire the lane, so that peers get an
             # error at once instead of waiting for this rank.
             self._lanes.retire()
             self.staging.drop()
             numbers = ", ".join(str(layer.layer) for layer in order.layers)
             noun = "layer" if len(order.layers) == 1 else "layers"
             return TransferResult(order.generation, error=f"transfer of {noun} {numbers} failed: {failure}")
-        # Only the tables of these layers change.
+        # Only these layers' tables change.
         staged = [
             StagedLayer(layer.layer, [weight[:0] for weight in layer_weights], [])
             for layer, layer_weights in zip(order.layers, weights, strict=True)
@@ -388,7 +389,7 @@ class TransferWorker:
     def _transfer_layers(
         self, order: StartTransfer, weights: Sequence[Sequence[ExpertWeights]], ready: Mark
     ) -> tuple[StagedLayer, ...]:
-        """Send and receive this rank's experts, layer by layer."""
+        """Send and receive this rank's experts, layer by layer, and return the staged layers."""
         began = self._runtime.now()
         deadline = Deadline(self._timeout, self._runtime)
         rank = self._lanes.rank
@@ -408,7 +409,7 @@ class TransferWorker:
                 now = self._runtime.now()
                 staged.append(StagedLayer(layer.layer, incoming, targets, now - began, by_slot))
                 began = now
-        # A late transfer also fails on a rank that had nothing to send or receive.
+        # A late transfer must also fail on a rank that had nothing to send or receive.
         deadline.remaining()
         return tuple(staged)
 
@@ -423,7 +424,7 @@ class TransferWorker:
         sums: dict[int, int] = {}
         for outgoing, incoming, row in _parcels_by_round(moves_M5, self._lanes.rank, live, staged):
             if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
-                # The expert only moves to another slot of this rank.
+                # The expert only moves to a different slot on this rank.
                 for source, target in zip(outgoing, incoming, strict=True):
                     target.data.copy_(source.data)
                 continue
@@ -434,7 +435,7 @@ class TransferWorker:
 
 
 class _ExpertExchanger:
-    """Exchange of whole experts over a lane, within the byte budget. It verifies the received experts."""
+    """Exchange of whole experts over a lane, within the byte budget. It can verify the received experts."""
 
     def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline) -> None:
         self._lane = lane
@@ -447,11 +448,11 @@ class _ExpertExchanger:
         Parameters
         ----------
         outgoing
-            The expert to send, one parcel per tensor; may be empty.
+            The expert to send, one parcel per tensor. May be empty.
         incoming
-            Memory of the expert to receive, one parcel per tensor; may be empty.
+            Memory for the expert to receive, one parcel per tensor. May be empty.
         verify
-            True to send a checksum with each expert and compare it on arrival; must be the same on all ranks.
+            True to send a checksum with each expert and compare it on arrival. Must be the same on all ranks.
 
         Returns
         -------
@@ -463,7 +464,7 @@ class _ExpertExchanger:
         TimeoutError
             If the deadline passes.
         ValueError
-            If the received expert has another checksum than the sender's.
+            If the received expert's checksum differs from the sender's.
         """
         sent = list(outgoing)
         received = list(incoming)
@@ -474,7 +475,7 @@ class _ExpertExchanger:
             received.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
         for leaving, arriving in self._batches(_pieces(sent), _pieces(received)):
             size = max(sum(parcel.data.nbytes for parcel in parcels) for parcels in (leaving, arriving))
-            # The receiver draws too, so that its device does not wait for a sender that waits for its own budget.
+            # The receiver draws too, so that its device does not sit waiting for a sender that has no budget left.
             if not self._budget.draw(size, self._deadline.remaining()):
                 raise TimeoutError(
                     "the transfer deadline passed before the byte budget sufficed: the model completed too few steps"
@@ -486,7 +487,7 @@ class _ExpertExchanger:
     def _batches(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
     ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
-        """Split pieces into batches within the budget. Both ends split equally, as a layer's experts have one size."""
+        """Split pieces into batches within the budget. Both ends split alike, as experts in a layer have one size."""
         batch: tuple[list[Parcel], list[Parcel]] = ([], [])
         batch_size = 0
         for pair in zip_longest(leaving, arriving):
@@ -504,7 +505,7 @@ class _ExpertExchanger:
 
 
 def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Split parcels into messages. A tensor in blocks can only be sent whole."""
+    """Split parcels into messages. A tensor in blocks is not split, because it can only be sent whole."""
     pieces = []
     for parcel in parcels:
         whole = in_blocks(parcel.data)
@@ -521,7 +522,7 @@ def _checksum_parcel(parcels: Sequence[Parcel]) -> Parcel:
 
 
 def _verify(staged: Sequence[Parcel], report: Parcel) -> int:
-    """Return the sender's checksum. Raises ``ValueError`` if the staged expert has a different one.
+    """Return the sender's checksum. Raises ``ValueError`` if the staged expert's checksum differs.
 
     Parameters
     ----------
@@ -541,10 +542,10 @@ def _verify(staged: Sequence[Parcel], report: Parcel) -> int:
 
 
 def _rounds(moves_M5: Int32) -> list[list[int]]:
-    """Split moves into rounds. In one round, a rank sends at most one expert and receives at most one.
+    """Split moves into rounds. In each round, a rank sends at most one expert and receives at most one.
 
-    This is an edge colouring of the bipartite graph of senders and receivers, greedy with the busiest ranks first. The
-    number of rounds is below twice the minimum. The result is deterministic, so all ranks compute the same rounds.
+    This is a greedy edge colouring of the bipartite graph of senders and receivers, with the busiest ranks first. The
+    number of rounds is less than twice the minimum. The result is deterministic, so all ranks compute the same rounds.
 
     Parameters
     ----------
@@ -554,7 +555,7 @@ def _rounds(moves_M5: Int32) -> list[list[int]]:
     Returns
     -------
     list of list of int
-        Indices into the moves, per round.
+        Indices into the moves for each round.
 
     Examples
     --------
@@ -593,9 +594,9 @@ class _Round(NamedTuple):
     outgoing
         The expert to send, one parcel per tensor; empty if there is none.
     incoming
-        Memory of the expert to receive, one parcel per tensor; empty if there is none.
+        Memory for the expert to receive, one parcel per tensor; empty if there is none.
     row
-        Staging row of the expert to receive; -1 if there is none.
+        Staging row for the expert to receive; -1 if there is none.
     """
 
     outgoing: list[Parcel]
@@ -606,7 +607,7 @@ class _Round(NamedTuple):
 def _parcels_by_round(
     moves_M5: Int32, rank: int, weights: Sequence[ExpertWeights], staged: Sequence[ExpertWeights]
 ) -> list[_Round]:
-    """Return the parcels that a rank sends and receives in each round.
+    """Return the parcels that a rank sends and receives in each round of a layer's transfer.
 
     Parameters
     ----------
@@ -615,9 +616,9 @@ def _parcels_by_round(
     rank
         The rank.
     weights
-        Its live weights of the layer, by kind.
+        The rank's live weights of the layer, by kind.
     staged
-        Its staging buffers, by kind of weight. Rows are in the order of the moves to this rank.
+        The rank's staging buffers, by kind of weight. Rows are in the order of the moves to this rank.
     """
     moves = moves_M5.tolist()
     moves_to_rank = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]

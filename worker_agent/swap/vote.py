@@ -1,9 +1,9 @@
-"""Casts and counts this rank's votes, schedules them, and resumes voting after the vote link was lost.
+"""Casts, counts and schedules this rank's votes, and resumes voting after the vote link has been lost.
 
-A ballot is cast at one step boundary and counted at a later one. Both are fixed in advance and are the same on every
-rank, and a rank that gets there early waits. Ranks never poll for completion, because two ranks would then see an
-outcome at different steps. The interval until the next vote follows from the previous outcome. Since that is the same
-on all ranks, they also vote next at the same forward pass.
+A ballot is cast at one step boundary and counted at a later one. Both boundaries are fixed in advance and are the same
+on every rank. A rank that gets there early waits. Ranks never poll for completion, because different ranks could then
+see an outcome at different steps. The interval until the next vote depends only on the previous outcome, which is the
+same on all ranks, so their next votes are also at the same forward pass.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
-"""Longest wait for the other ranks to confirm an install. Until a late rank has either installed the part or halted,
-the model's next collective waits for it."""
+"""Maximum wait for the other ranks to confirm an install. Giving up is safe, because the model's next collective waits
+for a late rank until that rank has either installed the part or halted."""
 _FAILURE_SECONDS = 0.5
-"""Interval for checking if a peer has reported a failure, which can arrive before its link is known to have ended."""
+"""Interval for checking whether a peer has reported a failure, which may arrive before its link is known to end."""
 _SUSPICION_SECONDS = 5.0
-"""Wait for ballots after which a rank asks its peers for their positions. A rank whose pass count hangs never votes."""
+"""Wait for ballots after which a rank asks its peers for their positions, to find any whose pass count is stuck."""
 _VOTE_LAG = 2
-"""Forward passes from casting a ballot to counting it; at most the vote interval."""
+"""Number of forward passes between casting and counting a ballot. It is capped at the vote interval."""
 _IDLE_INTERVALS = 4
-"""Vote intervals between votes while no rank holds a plan. A new plan waits at most this long."""
+"""Number of vote intervals between votes while no rank holds a plan. A new plan waits at most this long."""
 _BUSY_PASSES = 64
-"""Forward passes for which votes stay frequent after a plan. On drifting heat, the next plan follows soon."""
+"""Number of forward passes for which votes stay frequent after a plan. On drifting heat, another plan follows soon."""
 _MAX_ASTRAY_VOTES = 3
-"""Consecutive votes at different forward passes after which the ranks open a new vote link. Fewer are harmless, for
-example after a missed call."""
+"""Number of consecutive votes at different forward passes after which the ranks open a new vote link. Fewer are
+harmless, for example after a missed call."""
 _PROVEN_PASSES = 256
-"""Forward passes of voting after which the vote link counts as reliable."""
+"""Number of forward passes of voting after which the vote link counts as reliable."""
 
 
 class Voter:
-    """Casts this rank's ballots over one vote link and counts them, one vote at a time.
+    """Caster and counter of this rank's ballots over one vote link, one vote at a time.
 
     Parameters
     ----------
@@ -50,29 +50,29 @@ class Voter:
     settings
         Settings of the agent.
     register
-        Settles a vote that may commit a layer, if some ranks do not have its outcome.
+        Register that settles a vote that may commit a layer if some ranks do not have its outcome.
     history
         Record of this rank's votes.
     number
         Number of the last vote so far.
     find_absent
-        Given the forward pass at which a vote is due, names a rank that will never get there, or returns ``None``. Used
-        after a long wait.
+        Callable that takes the forward pass at which a vote is due, and names a rank that will never reach it, or
+        returns ``None``. It is called after a long wait.
     runtime
         Clock to use.
     has_failed
-        Returns True if any rank has reported that it must not serve any more.
+        Callable that returns True if any rank has reported that it must no longer serve.
 
     Attributes
     ----------
     number
         Number of the last vote.
     under_way
-        True while a ballot is cast and not yet counted.
+        True while a ballot has been cast but not yet counted.
     due
         Forward pass after which the vote is counted.
     ballots_at
-        Time at which the ballots of the last counted vote had arrived, in seconds.
+        Time at which all ballots of the last counted vote had arrived, in seconds.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Voter:
 
     @property
     def may_commit(self) -> bool:
-        """True if, as far as this rank knows, its last ballot can commit a layer."""
+        """True if, as far as this rank knows, its last ballot may commit a layer."""
         return self._ballot is not None and self._ballot.commits
 
     def cast(self, ballot: Ballot) -> None:
@@ -117,30 +117,30 @@ class Voter:
         self.under_way = True
 
     def count(self, step: int, exact_forward: Callable[[], int]) -> VoteOutcome:
-        """Wait for the slowest rank and return the outcome to act on.
+        """Wait for the slowest rank's ballot, and return the outcome to act on.
 
-        A commit requires that every rank is at this step boundary, and the ranks confirm that to each other here. A
-        rank that has missed a call has already begun another forward pass.
+        A commit requires every rank to be at this step boundary, which the ranks confirm to each other here. A rank
+        that has missed a call would already have begun the next forward pass.
 
         Parameters
         ----------
         step
             Current step.
         exact_forward
-            Returns the last forward pass, waiting for the device; called only before a commit.
+            Callable that waits for the device and returns the last forward pass. It is called only before a commit.
 
         Raises
         ------
         VoteError
-            If the link is broken, ballots are missing after the timeout, or a rank will never vote. Then call
-            ``settle``.
+            If the link is broken, ballots are missing after the timeout, or a rank will never vote. The caller must
+            then call ``settle``.
         """
         outcome = self._wait_for_ballots()
         self.ballots_at = self._runtime.now()
         if outcome.result is VoteResult.COMMIT:
             same_pass = self._all_are_at(exact_forward())
-            # The register settles the vote if not all ranks confirmed in time, or if a rank that gave up has already
-            # asked this one for the outcome.
+            # The register settles the vote if not all ranks confirmed in time, or if a rank that gave up waiting has
+            # already asked this one for the outcome.
             if same_pass is False or not self._register.may_commit(
                 self.number, has_outcome=same_pass is True
             ):
@@ -150,7 +150,7 @@ class Voter:
         return outcome
 
     def settle(self, step: int) -> VoteOutcome:
-        """Settle the last vote with the other ranks if it may have committed a layer and this rank has no outcome.
+        """Settle the last vote if it may have committed a layer and this rank has no outcome, and return the outcome.
 
         Raises ``FatalSwitchError`` if a rank that may have committed does not answer.
         """
@@ -166,7 +166,7 @@ class Voter:
         return outcome
 
     def all_have_installed(self, done: bool) -> bool:
-        """Exchange install results with all ranks, and return False if any rank failed to install the part.
+        """Exchange install results with all ranks. Return False if any rank failed to install the part.
 
         A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` on a broken link.
 
@@ -183,9 +183,9 @@ class Voter:
         return answers != [0] and not self._has_failed()
 
     def leave(self) -> None:
-        """Stop voting, without waiting. The other ranks notice at once that the link has ended.
+        """Stop voting without waiting. The other ranks notice at once that the link has ended.
 
-        A vote under way may still have to be settled, because the other ranks may have its outcome.
+        A vote in progress may still have to be settled, because other ranks may have its outcome.
         """
         self._work = None
         self._link.leave()
@@ -213,9 +213,9 @@ class Voter:
             raise VoteError(f"vote {self.number} has no outcome: {error}") from error
 
     def _all_are_at(self, forward: int) -> bool | None:
-        """Return True if every rank is at the boundary after pass ``forward``, ``None`` if not all answered in time.
+        """Return True if every rank is at the boundary after pass ``forward``; ``None`` if not all answered in time.
 
-        A late rank still finds the other ranks' answers, so the next vote is not affected.
+        A late rank still receives the other ranks' answers, so the next vote is not affected.
         """
         boundary = self._link.begin(Kind.BOUNDARY, self.number, [forward, -forward])
         bounds = boundary.wait(self._commit_timeout)
@@ -223,7 +223,7 @@ class Voter:
 
 
 class VoteSchedule:
-    """Decides when to cast and count ballots, and resumes voting after the vote link was lost.
+    """Schedule for casting and counting ballots. It also resumes voting after the vote link has been lost.
 
     Parameters
     ----------
@@ -259,11 +259,11 @@ class VoteSchedule:
         self._runtime = runtime
         self._history = history
         self._at_loss: tuple[int, SwitchState] | None = None
-        """Number of the last vote, and the state, at the moment when voting stopped."""
+        """Number of the last vote, and the state, when voting stopped."""
         self._next = 1
         """Forward pass of the next vote."""
         self._last_plan_pass: int | None = None
-        """Forward pass of the last vote in which a rank held a plan."""
+        """Forward pass of the last vote in which any rank held a plan."""
         self._astray_votes = 0
         self._voting_since = 0
         self._early_losses = 0
@@ -274,24 +274,24 @@ class VoteSchedule:
 
     @property
     def complaint(self) -> str | None:
-        """Problem that keeps the ranks from voting again, or ``None``."""
+        """Problem that keeps the ranks from resuming voting, or ``None``."""
         return None if self._reformation is None else self._reformation.complaint
 
     @property
     def trouble(self) -> str | None:
-        """Reason, other than the outcome of a vote, to open a new vote link; or ``None``."""
+        """Reason to open a new vote link, other than a vote's outcome; ``None`` if there is none."""
         if self._group.peer_left and self.voter is not None:
-            # The link is broken, but this rank would notice only at its next vote, which may be far away.
+            # The link is broken, but this rank would only notice at its next vote, which may be far off.
             return "another rank has left the vote link"
         return self._clock.trouble
 
     def to_count(self, step: int) -> Voter | None:
-        """Return the voter if a vote is due to be counted at this boundary."""
+        """Return the voter if a vote is due to be counted at this boundary, otherwise ``None``."""
         voter = self.voter
         return voter if voter is not None and voter.under_way and step >= voter.due else None
 
     def to_cast(self, step: int) -> tuple[Voter, int] | None:
-        """Return the voter and the ballot's forward pass if a ballot is due here, or was due at a missed boundary."""
+        """Return the voter and the ballot's forward pass if a ballot is due now, or was due at a missed boundary."""
         forward = step - step % self._settings.vote_interval
         if self.voter is None or forward < self._next:
             return None
@@ -299,12 +299,12 @@ class VoteSchedule:
         return self.voter, forward
 
     def counted(self, outcome: VoteOutcome) -> str | None:
-        """Schedule the next vote according to an outcome.
+        """Schedule the next vote based on the outcome of the last one.
 
         Returns
         -------
         str or None
-            Reason to open a new vote link, the same on all ranks, if their forward passes have diverged.
+            Reason to open a new vote link if the ranks' forward passes have diverged. It is the same on all ranks.
         """
         if outcome.forward_low - self._voting_since >= _PROVEN_PASSES:
             self._early_losses = 0
@@ -316,7 +316,7 @@ class VoteSchedule:
         if outcome.idle and not busy:
             self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
         if outcome.result is VoteResult.REALIGN:
-            # A host that has missed a call has caught up by then.
+            # A host that has missed a call will have caught up by then.
             delay = self._settings.vote_interval * (2**self._astray_votes - 1)
             self._astray_votes += 1
             self._next = outcome.forward_high + self._lag + 1 + delay
@@ -325,7 +325,7 @@ class VoteSchedule:
         return f"{self._astray_votes} votes in a row found the ranks at different forward passes"
 
     def lost(self, voter: Voter, state: SwitchState) -> None:
-        """Begin to open a new vote link. The delay grows each time that a link is lost early."""
+        """Start opening a new vote link. The delay grows each time a link is lost early."""
         self._at_loss = voter.number, state
         self.voter = None
         self._reform()
@@ -333,14 +333,14 @@ class VoteSchedule:
         self._astray_votes = 0
 
     def rest(self) -> bool:
-        """Renumber this forward pass together with the other ranks if requested. Return True if its number is new."""
+        """If requested, renumber this forward pass together with the other ranks. Return True if this succeeds."""
         reformation = self._reformation
         return reformation is not None and reformation.rest(
             self._clock, self._settings.commit_timeout_seconds
         )
 
     def formed_again(self, step: int) -> Reformation | None:
-        """Resume voting once the first forward pass of a new vote link is reached.
+        """Resume voting when a new vote link is open and its first forward pass has been reached.
 
         Returns the reformation that opened the link, or ``None`` if voting does not resume at this boundary.
 
@@ -352,15 +352,15 @@ class VoteSchedule:
             and self._at_loss is not None
             and (reformation is None or not reformation.alive)
         ):
-            # Its thread has died or could not be started.
+            # The reformation's thread has died or could not be started.
             self._reform()
             return None
         if reformation is None or (link := reformation.poll()) is None or step < reformation.start:
             return None
-        # After an error between any two of these lines, there must be a voter or a reformation.
+        # If an error occurs between any two of these lines, either a voter or a reformation must remain.
         self._attempts = self._group.formed_attempt = reformation.attempts
         self._next = self._voting_since = reformation.start
-        # The last counted vote can differ between ranks, but their schedules must not.
+        # The last counted vote may differ between ranks, but their schedules must not.
         self._last_plan_pass = None
         self._group.peer_left = False
         self.voter = self._make_voter(link, reformation.vote)
@@ -369,7 +369,7 @@ class VoteSchedule:
         return reformation
 
     def leave(self) -> None:
-        """Stop voting for good."""
+        """Stop voting permanently."""
         if self.voter is not None:
             self.voter.leave()
             self.voter = None
@@ -410,7 +410,8 @@ class VoteSchedule:
     def _find_absent(self, due: int) -> str | None:
         """Name a rank that will never count the vote due after pass ``due``, or return ``None``.
 
-        Such a rank was called at least as often as this one but counts fewer passes: its count hangs or runs apart.
+        Such a rank has been called at least as often as this one but counts fewer passes, so its count is stuck or has
+        diverged.
         """
         for rank, (calls, forward) in sorted(self._group.positions().items()):
             if calls >= self._clock.calls and forward < due:

@@ -1,6 +1,6 @@
-"""The link that ranks vote over. Its collectives all have the same width and carry their kind and number.
+"""Link over which ranks vote. All its collectives have the same width and carry their kind and number.
 
-Ranks can get out of step, for example after an interrupt that only one host has survived. Their collectives would then
+Ranks can get out of step, for example after an interrupt that only one host survived. Their collectives could then
 differ in buffer size, and gloo would end the process. With equal widths, every rank gets an error instead.
 """
 
@@ -20,11 +20,11 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.swap.machine import BALLOT_WIDTH
 
 _HEADER = 4
-"""Length of the header: kind and number, and both negated, so that one MIN shows if all ranks agree on them."""
+"""Length of the header: kind and number, and both negated, so that one MIN shows whether all ranks agree on them."""
 
 
 class VoteError(RuntimeError):
-    """The collective failed on this rank. Other ranks may have its result."""
+    """The collective failed on this rank. Other ranks may have received its result."""
 
 
 class Kind(enum.IntEnum):
@@ -57,7 +57,7 @@ class Reduction:
     kind
         Purpose of the collective.
     number
-        Number of the vote that it belongs to.
+        Number of the vote to which it belongs.
     values
         This rank's integers, at most ``BALLOT_WIDTH``.
     """
@@ -71,16 +71,17 @@ class Reduction:
         self._work: Any = group.allreduce([self._tensor], _min_options())
 
     def wait(self, seconds: float) -> list[int] | None:
-        """Return the minimum of all ranks' values, or ``None`` if not all ranks have joined after ``seconds``.
+        """Return the minimum of each value over all ranks, or ``None`` if not all ranks join within ``seconds``.
 
-        Raises ``VoteError`` if the link is broken or the ranks are at different collectives.
+        Raises ``VoteError`` if the link is broken or the ranks are in different collectives.
         """
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             if not self._work.is_completed():
                 return None
-            # A caller may keep the error, and so this frame. Drop the work, so that the link closes and peers notice.
+            # A caller may keep the error and thus this frame alive. Drop the work, so that the link closes and peers
+            # notice.
             self._work = None
             raise VoteError(f"{self._label}: {error}") from error
         reduced: list[int] = self._tensor.tolist()
@@ -90,7 +91,7 @@ class Reduction:
 
     @property
     def broken(self) -> bool:
-        """True if this rank knows that the link has ended. Never waits."""
+        """True if this rank knows that the link has ended. This never waits."""
         if self._work is None:
             return True
         if not self._work.is_completed():
@@ -108,7 +109,7 @@ class Reduction:
 
 
 class VoteLink:
-    """Gloo group that ranks use only for voting.
+    """Gloo group that the ranks use only for voting.
 
     Parameters
     ----------
@@ -131,7 +132,7 @@ class VoteLink:
         kind
             Purpose of the collective.
         number
-            Number of the vote that it belongs to.
+            Number of the vote to which it belongs.
         values
             This rank's integers, at most ``BALLOT_WIDTH``.
         """
@@ -144,10 +145,11 @@ class VoteLink:
         return self._last
 
     def ended(self) -> bool:
-        """Return True if this rank has left the link, or knows that it has ended. Never waits.
+        """Return True if this rank has left the link, or knows that it has ended. This never waits.
 
-        A pending collective shows it. If there is none, this call starts a probe that no other rank joins. A later call
-        finds the probe failed or still pending. A vote over this link after a probe ends with an error.
+        A pending collective reveals this. If there is none, this call starts a probe that no other rank joins, and a
+        later call checks whether the probe has failed or is still pending. Any vote over this link after a probe ends
+        with an error.
         """
         last = self._last
         if self._group is None or (last is not None and last.broken):
@@ -159,8 +161,8 @@ class VoteLink:
 
     def leave(self) -> None:
         """Close the link without waiting. The other ranks notice at once that it has ended."""
-        # Destroying a group waits for its pending collective, up to the timeout, so another thread does it. That thread
-        # is no daemon, because destroying a group while the interpreter shuts down would abort the process.
+        # Destroying a group waits for its pending collective, up to the timeout, so a separate thread does it. That
+        # thread is not a daemon, because destroying a group while the interpreter shuts down would abort the process.
         references: list[Any] = [self._last, self._group]
         self._last = self._group = None
         self._runtime.spawn("eplb-votes-end", references.clear, daemon=False)
