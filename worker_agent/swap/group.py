@@ -240,7 +240,7 @@ class AgentGroup:
         self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
-        """Return the answer to a peer's question, or ``None`` if there is none. The question's first byte is its kind.
+        """Return the answer to a peer's question, or ``None`` without an answer. The question's first byte is its kind.
 
         - ``d``: this rank's verdict on a vote
         - ``t``: this rank's attempt to open a vote link, given the peer's attempt

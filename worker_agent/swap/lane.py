@@ -130,7 +130,7 @@ class _HostLane:
         return seconds_at_start - deadline.remaining()
 
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
-        """Exchange announcements with all peers in an exchange, and check those of the sending peers.
+        """Exchange announcements with all peers in an exchange, and check the sending peers' announcements.
 
         Without this check, gloo would end the process if sizes differed, and a device would wait forever for bytes that
         its peer never sends. Raises ``ValueError`` if a peer announces pieces that do not match ``incoming``.

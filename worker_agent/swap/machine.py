@@ -20,8 +20,8 @@ Two rules keep the ranks consistent:
   the outcome.
 
 A vote is one integer all-reduce with MIN. Each field is also sent negated, so one reduction yields both its minimum and
-its maximum. If the two are equal, all ranks voted the same. All ranks receive the same outcome and decide from the
-outcome alone, so they act in unison.
+its maximum. If the two are equal, all ranks voted the same. All ranks receive the same outcome and decide only from
+it, so they act in unison.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class StartTransfer:
         Number of the transfer.
     lane
         Number of the lane to use. All ranks increment it together after an aborted transfer, so that its late bytes
-        never mix with those of a newer transfer.
+        never mix with the bytes of a newer transfer.
     """
 
     layers: tuple[RankLayer, ...]

@@ -2,7 +2,7 @@
 
 The end of a link does not prove that a peer has ended, because proxies and service meshes close idle links between
 living processes. Both ends therefore send heartbeats, and a link that has ended is reported and reopened. ``Peers``
-combines the state of this link with that of the vote link to decide whether a peer is gone.
+combines the states of this link and of the vote link to decide whether a peer is gone.
 
 To open a link, the higher-numbered rank calls the lower-numbered one. Both prove that they know the formation's secret:
 

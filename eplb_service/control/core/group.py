@@ -130,7 +130,7 @@ class Group:
 
     @property
     def out_of_step(self) -> list[int]:
-        """Connected ranks whose version differs from that of the group's current layout."""
+        """Connected ranks whose version differs from the version of the group's current layout."""
         if self.live is None:
             return []
         return [member.rank for member in self.connected if member.version != self.live.version]
@@ -376,7 +376,7 @@ def _check_rejoining(hello: Hello, live: DeployedLayout) -> None:
 
 
 def _version_difference(hello: Hello, epoch: int, digest: int) -> str:
-    """Return the error message for a rank whose version differs from that of the other ranks."""
+    """Return the error message for a rank whose version differs from the other ranks' version."""
     return (
         f"rank {hello.rank} serves epoch {hello.epoch} digest {hello.digest:#x}, "
         f"but the other ranks serve epoch {epoch} digest {digest:#x}"
