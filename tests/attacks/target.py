@@ -1,4 +1,4 @@
-"""A real `eplb serve` process under attack: honest ranks beside it, its memory, and its log."""
+"""A real `eplb serve` process under attack, with honest ranks, its memory use and its log."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ _FORMINGS = itertools.count()
 
 @dataclass(frozen=True)
 class Target:
-    """The service, and a channel to it."""
+    """The service under attack and a channel to it."""
 
     service: Service
     channel: grpc.aio.Channel
 
     @property
     def health_address(self) -> str:
-        """Port of health checks alone."""
+        """Address that only serves health checks."""
         return self.service._flags[self.service._flags.index("--health") + 1]
 
     @property
     def stub(self) -> Any:
-        """The operators' calls."""
+        """Stub for operator calls."""
         return operator_pb2_grpc.OperatorServiceStub(self.channel)
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of the process."""
+        """Resident memory of the process in bytes."""
         assert self.service._process is not None
         status = Path(f"/proc/{self.service._process.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
@@ -70,20 +70,20 @@ class Target:
 
     @property
     def log_lines(self) -> int:
-        """Lines that it has logged."""
+        """Number of lines that the service has logged."""
         return self.service.log.read_bytes().count(b"\n")
 
     def rank(self, number: int = 0, token: str = "") -> FakeRank:
-        """A stream that has said nothing yet."""
+        """Return a rank whose stream has not sent anything yet."""
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
     async def turned_away(self, token: str = "") -> grpc.StatusCode:
-        """What a stream is refused with that says nothing: whoever reads a byte of it waits in vain."""
+        """Return the status with which a stream that sends nothing is rejected. A read on it would wait forever."""
         code, _ = await self.rank(token=token).refusal()
         return code
 
     async def refusal(self, hello: Any, token: str = "", number: int = 0) -> grpc.StatusCode:
-        """What a Hello is refused with."""
+        """Return the status with which a Hello is rejected."""
         rank = self.rank(number, token)
         await rank.say(hello=hello)
         code, _ = await rank.refusal()
@@ -91,9 +91,9 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def honest(self, **changes: Any) -> AsyncIterator[FakeGroup]:
-        """A group that serves; afterwards its heat must still arrive."""
+        """Run a group of honest ranks, and check afterwards that its heat still arrives."""
         async with FakeGroup(self.service.address) as group:
-            # A forming of its own: what others counted before is none of its steps.
+            # Use a separate group id, so that steps counted by earlier groups do not belong to this one.
             await group.join(**{"group_id": f"honest-{next(_FORMINGS)}", **changes})
             yield group
             name = changes.get("deployment", "decode")
@@ -107,14 +107,14 @@ class Target:
             raise AssertionError("honest ranks' heat arrives no more")
 
     async def status(self, name: str = "decode", token: str = "") -> operator_pb2.DeploymentStatus:
-        """What operators see."""
+        """Return the status that operators see."""
         request = operator_pb2.GetStatusRequest(deployment=name)
         answer = await self.stub.GetStatus(request, metadata=bearer(token) if token else None, timeout=30)
         status: operator_pb2.DeploymentStatus = answer.status
         return status
 
     async def code_of(self, call: str, request: Any, metadata: Any = None) -> grpc.StatusCode:
-        """The status of an operator's call."""
+        """Return the status code of an operator's call."""
         try:
             await getattr(self.stub, call)(request, metadata=metadata, timeout=30)
         except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Every attempt of strangers on a real service ends refused or bounded: ``make attack`` prints the table."""
+"""Tests that every attempt on a real service is rejected or bounded. ``make attack`` prints the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Services = dict[bool, Service]
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    """An open service, and one that asks for credentials."""
+    """Start an open service and one that requires credentials."""
     flags = [str(part) for pair in FLAGS.items() for part in pair]
     folder = tmp_path_factory.mktemp("attacks")
     (folder / "locked").mkdir()

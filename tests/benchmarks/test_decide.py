@@ -1,4 +1,4 @@
-"""Rows of ``make bench-decide``: peers that decide as often as ours, and heat that no constant was tuned on."""
+"""Tests of ``make bench-decide``: peers that decide as often as our policy, and heat that no constant was tuned on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_lab.bench.decision import Decision, Scene
 
 
 class Records:
-    """A contest of one peer that records the heat of every decision."""
+    """A one-peer contest that records the heat of every decision."""
 
     peers = ("peer",)
 
@@ -37,7 +37,7 @@ def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decisio
     assert len(contest.seen) == 4
     for number, seen_TLE in enumerate(contest.seen):
         np.testing.assert_array_equal(seen_TLE, heat_TLE[4 * number : 4 * number + 8])
-    # Decisions of the first served window do not count, as for our policy.
+    # Decisions in the first served window do not count, as for our policy.
     assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours, at once", 2, 2 * 4)
     (by_window,) = peer_rows(scenario, contest)  # type: ignore[arg-type]
     assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer, at once", 1, 4)

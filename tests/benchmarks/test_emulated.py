@@ -1,4 +1,4 @@
-"""The emulated benchmark compares balancers with the unbalanced model and counts the agent's own time."""
+"""Tests that the emulated benchmark compares balancers with the unbalanced model and counts the agent's own time."""
 
 from __future__ import annotations
 

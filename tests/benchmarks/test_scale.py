@@ -1,4 +1,4 @@
-"""Benchmarks of scale and switch run to their end, and what holds a service's event loop is measured by CPU."""
+"""Tests that the scale and switch benchmarks complete, and that event-loop blocking is measured in CPU time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_holds_are_counted_by_cpu_and_named() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(_burn)
-        # Waiting is no hold, whatever else the machine does.
+        # Waiting does not count as blocking, whatever else the machine does.
         loop.call_soon(time.sleep, 10 * LONG_SECONDS)
         await asyncio.sleep(0.1)
 
@@ -47,7 +47,7 @@ def test_holds_are_counted_by_cpu_and_named() -> None:
 
 
 def test_a_processor_that_stands_still_is_no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps while the thread does nothing is what Linux shows of a virtual processor that is not run."""
+    """The clock jumps while the thread does nothing, as on Linux when a virtual processor is not scheduled."""
     jumped = 0.0
     thread_time = time.thread_time
     monkeypatch.setattr(time, "thread_time", lambda: thread_time() + jumped)
@@ -78,7 +78,7 @@ def test_what_ranks_send_is_what_a_service_takes() -> None:
 
 
 def measured(**found: Any) -> Measured:
-    """A run of half an hour that met every target, but for what ``found`` says."""
+    """Return a half-hour run that met every target, except for the values in ``found``."""
     good: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(Measured)}
     good |= {"ranks": 256, "seconds": 1800.0, "steps_per_second": 20.0, "wanted_per_second": 20.0}
     good |= {"cpu_percent": 8.0, "deciding_cpu_seconds": (1.0, 1.0), "plan_ms": (1.0, 1.0, 9.0)}
@@ -88,7 +88,7 @@ def measured(**found: Any) -> Measured:
 
 
 def verdicts_of(found: Measured) -> dict[str, bool]:
-    """Targets met, by the beginnings of their names."""
+    """Return whether each target was met, keyed by the beginning of its name."""
     return {" ".join(one.what.partition(": ")[2].split()[:3]): one.met for one in verdicts([found])}
 
 
@@ -106,13 +106,13 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows by"}),
         ({"plan_ms": None}, {"the first plan"}),
         ({"plan_ms": (1.0, 9.0, 5001.0)}, {"the first plan"}),
-        # Steps of one report may be under way.
+        # Steps of one report may still be in transit.
         ({"seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 80.0}, set()),
         (
             {"ranks": 64, "seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 1280.0},
             {"steps are assembled"},
         ),
-        # A short run says nothing of rate and memory, but names losses.
+        # A short run does not measure rate and memory, but reports losses.
         (
             {"seconds": 10.0, "steps_per_second": 13.0, "reports_per_second": 80.0, "lost_steps": 3},
             {"no step is"},

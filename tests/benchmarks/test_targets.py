@@ -1,4 +1,4 @@
-"""Heat is made by its seed, targets are judged by the worst seed and by the figures that a table shows."""
+"""Tests that heat depends on its seed, and that targets are judged by the worst seed and by the printed figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cell(policy: str, seed: int, in_sample: float, next_window: float, kind: str
 
 
 def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
-    """A policy beside a full re-solve that realises 1.5 with 1,000 moves."""
+    """Return a policy with these results and a full re-solve that realises 1.5 with 1,000 moves."""
     found = []
     for policy, par, moved in ((label, realised, moves), (FULL.label, 1.5, 1000)):
         row = {
@@ -50,7 +50,7 @@ def keeping(changed: int) -> list[dict[str, Any]]:
 
 
 def few_slots(*next_windows: float) -> list[dict[str, Any]]:
-    """Two seeds of ours; without annealing both realise 1.5."""
+    """Return one row per seed for our policy, and two rows without annealing that realise 1.5."""
     ours = [cell(OURS_EVEN, seed, 1.4, par) for seed, par in enumerate(next_windows)]
     return [*ours, cell(UNANNEALED, 0, 1.45, 1.5), cell(UNANNEALED, 1, 1.45, 1.5)]
 
@@ -79,12 +79,12 @@ def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "met"),
     [
-        # Bursty heat must be balanced better on the next window.
+        # The next window of bursty heat must be balanced better.
         ("cells", bursty(0.019), [False]),
         ("cells", bursty(0.021), [True]),
         ("pareto", loop(PRICED, 1.54, 99), [True, True]),
         ("pareto", loop(PRICED, 1.55, 101), [False, False]),
-        # Moves that pay are not held against default settings.
+        # Moves that pay off do not count against the default settings.
         ("loop", loop(DEFAULT.label, 1.54, 900), [True]),
         ("loop", loop(DEFAULT.label, 1.55, 900), [False]),
         ("tables", tables(1.109), [True]),
@@ -107,5 +107,5 @@ def test_heat_is_a_function_of_its_seed_and_every_step_has_all_its_tokens(kind: 
     np.testing.assert_array_equal(heat_TLE, same_TLE)
     assert (heat_TLE != other_TLE).any()
     assert (heat_TLE.sum(axis=2) == 4000).all()
-    # The share of an expert is bounded; what is drawn scatters around it.
+    # The expert's share is bounded, and the drawn shares scatter around it.
     assert heat_TLE.max() < 1000 * 1.2

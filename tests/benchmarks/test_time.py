@@ -1,4 +1,4 @@
-"""The benchmark of time scores by the definition, and judges numbers of slots by the window that follows."""
+"""Tests that the time benchmark scores by the definition and judges slot counts by the window that follows."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ SAME_W = np.array([8.0, 8.1, 8.0, 8.0, 8.1, 8.0])
         (4, [8.0, 8.1, 8.0], True),
         (4, [7.0, 7.1, 7.0], False),
         (4, [7.95, 8.05, 7.95], True),
-        # Faster by 4 % in the mean, but one window in three is all of it.
+        # The alternative is 4 % faster on average, but one of three windows accounts for all of it.
         (4, [8.0, 8.1, 7.0], True),
-        # Fewer slots take later_W.
+        # The layout with fewer slots takes later_W.
         (5, [8.0, 8.1, 8.0], False),
         (5, [8.4, 8.5, 8.4], True),
     ],
@@ -65,7 +65,7 @@ def cell_of(timed_next: float, balanced_next: float, seed: int, noise_next: floa
 def test_one_seed_is_judged_by_its_steps():
     (found,) = compared([cell_of(20.5, 20.0, 0)])
     assert (found.slower, found.error, found.replicates) == pytest.approx((0.025, 0.005, 128))
-    # Five standard errors are no chance in one cell of a hundred, but are in one of a hundred million.
+    # Five standard errors are not chance among a hundred cells, but can be among a hundred million.
     assert found.is_shown(100)
     assert not found.is_shown(10**8)
 

@@ -1,4 +1,4 @@
-"""A run of ``make demo-vllm`` sends one drifting load, reads it token by token, and names what it does not show."""
+"""Tests that ``make demo-vllm`` sends one drifting load, records each token, and reports the limits of its results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _event(token: int, place: int) -> bytes:
 
 
 class _OpenAI(BaseHTTPRequestHandler):
-    """Answers with the bytes of the prompt, or as the prompt says."""
+    """A server that answers with the bytes of the prompt, or as the prompt requests."""
 
     asked: list[dict[str, object]]
 
@@ -189,7 +189,10 @@ def test_a_run_that_does_not_show_it_is_named(
 
 
 def test_an_interval_is_that_of_rounds_drawn_again() -> None:
-    """In one of three rounds the machine is ten times as slow; the balanced server takes twice as long in each."""
+    """The machine is ten times as slow in one of three rounds.
+
+    The balanced server takes twice as long in every round.
+    """
     rounds = [_served()[0] for _ in range(3)]
     for slow, part in zip((1.0, 10.0, 1.0), rounds, strict=True):
         for kind, seconds in ((ALONE, slow), (BALANCED, 2 * slow)):

@@ -1,4 +1,4 @@
-"""Tests of the emulated device: its time is that of the shipped cost curve, and the rank sleeps for no longer."""
+"""Tests that the emulated device follows the shipped cost curve and the rank does not sleep for longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded heat of the embedded model is whole, and shifts when, and only when, the domain does."""
+"""Tests that the embedded model's recorded heat is complete, and shifts only when the domain does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eplb_service.offline import solve
 RECORDED = Path(__file__).parents[1] / "data" / "byte_moe_heat.npz"
 RANKS, REQUESTS, TOP_K = 4, 32, 4
 REQUEST_STEPS = 96
-"""After so many steps of a phase, all requests of the one before have ended."""
+"""After this number of steps in a phase, all requests of the previous phase have ended."""
 
 Held = dict[str, npt.NDArray[np.generic]]
 
@@ -43,7 +43,7 @@ def test_heat_differs_more_between_domains_than_within_one(held: Held) -> None:
     shares_2PLE = np.array(halves).swapaxes(0, 1) / np.array(halves).sum(axis=3, keepdims=True).swapaxes(0, 1)
 
     def moved(one_LE: npt.NDArray[np.float64], other_LE: npt.NDArray[np.float64]) -> float:
-        """Part of the choices that moved to other experts."""
+        """Return the fraction of the choices that moved to other experts."""
         return float(0.5 * np.abs(one_LE - other_LE).sum(axis=1).mean())
 
     early_PLE, late_PLE = shares_2PLE

@@ -1,4 +1,4 @@
-"""The demo's score is what the ranks reported, over the same steps for both sets of layers."""
+"""Tests that the demo's score equals the ranks' reports over the same steps for both sets of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor finds a healthy environment healthy, and says what is wrong with one that is not."""
+"""Tests that the doctor accepts a healthy environment and reports the problem in any other."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_experts_go_there_and_come_back_or_the_fault_is_found(fault, found):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """An environment with an engine of version 1.2.3 and the agent, as it should be but for what the test breaks."""
+    """A healthy environment with the agent and an engine of version 1.2.3, which a test then breaks."""
     for name in [name for name in os.environ if name.startswith(("EPLB_AGENT", "VLLM_PLUGINS"))]:
         monkeypatch.delenv(name)
     engine = types.ModuleType("toy_engine")
@@ -214,7 +214,7 @@ def test_a_rank_that_ends_without_findings_is_named():
 
 
 class FakeProcess:
-    """A rank that answers that all is well, and keeps how it was started, or ends with another code, or never."""
+    """A rank that reports success and records how it was started, or ends with a different exit code, or never ends."""
 
     started: ClassVar[list] = []
 

@@ -1,8 +1,8 @@
-"""A host whose forward pass is one captured graph on a GPU, and the same pass step by step on a CPU.
+"""A host whose forward pass is one captured graph on a GPU, or the same pass step by step on a CPU.
 
-All ranks see the same tokens, route them by their tables, compute what their slots serve, and add up. Heat, tables and
-weights are read and written inside the graph, by address: nothing of a pass but its inputs comes from outside. A host
-of lists has a tensor for each expert, and a scale beside it, from which it derives what the pass reads.
+All ranks receive the same tokens, route them with their tables, compute the experts in their slots, and sum the
+outputs. The graph reads and writes heat, tables and weights by address. Only the inputs of a pass come from outside the
+graph. With ``lists``, the host has a tensor and a scale per expert, and derives the tensors that the pass reads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_STEPS, _PASS_CYCLES, _MISSED_EVERY = 6000, 4_000_000, 97
 
 
 def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
-    """The weights of E experts with a scale ``[E, 1, 1]`` for each."""
+    """Return the weights of E experts in float8, with a scale ``[E, 1, 1]`` for each."""
     scale_E11 = weight_EXY.abs().amax(dim=(1, 2), keepdim=True) / 448
     return [(weight_EXY / scale_E11).to(FLOAT8), scale_E11]
 
 
 def read(weights: Sequence[ExpertWeights], rows_N: torch.Tensor) -> torch.Tensor:
-    """Rows of one kind of weights in float32, ``[N, ...]``; with their scales where these come along."""
+    """Return rows of one kind of weights in float32, ``[N, ...]``, multiplied by their scales if there are any."""
     first = weights[0]
     if first.dtype != FLOAT8:
         return first[rows_N]
@@ -64,38 +64,41 @@ class CapturedLayer:
         self.refresh()
         self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
         self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
-        # A host of lists does not know what its slots received.
+        # A host with lists does not know what its slots received.
         self.moe_load: torch.Tensor | None = None if in_lists else rings[0][:, layer]
         self.source_load: torch.Tensor | None = rings[1][:, layer]
         self.load_counter = counter
         self.leaves_weights = False
 
     def expert_weights(self) -> list[ExpertWeights]:
-        """What the pass reads; copies of it where a control leaves the weights behind."""
+        """Return the weights that the pass reads, or copies if this control must leave the weights behind."""
         if self.leaves_weights:
             return [weight.clone() for weight in self._weights if isinstance(weight, torch.Tensor)]
         return self._weights
 
     def refresh(self) -> None:
-        """Derive what the pass reads from the weights, where these are lists: an agent cannot know of it."""
+        """Derive the tensors that the pass reads if the weights are lists.
+
+        An agent does not know about these tensors.
+        """
         self._read = [torch.stack(weight) if isinstance(weight, list) else weight for weight in self._weights]
 
     def forward(self, hidden_TH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """This rank's part ``[T, H]`` of the layer's output; no shape depends on a value."""
+        """Return this rank's part ``[T, H]`` of the layer's output. No shape depends on a value."""
         slots_N = self.log2phy[chosen_TK].long().reshape(-1) - self.rank * SLOTS
         mine_N = (slots_N >= 0) & (slots_N < SLOTS)
         slots_N = slots_N.clamp(0, SLOTS - 1)
         row = (self.load_counter % HEAT_ROWS).reshape(1)
         if self.moe_load is not None:
             _count(self.moe_load, row, slots_N, mine_N)
-        if self.rank == 0:  # ranks see the same tokens: one of them counts
+        if self.rank == 0:  # All ranks see the same tokens, so only one of them counts.
             _count(self.source_load, row, chosen_TK.reshape(-1), torch.ones_like(mine_N))
         masked_NH = _outputs(self._read, slots_N, hidden_TH) * mine_N.unsqueeze(1)
         return masked_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1)
 
 
 def _outputs(weights: Sequence[ExpertWeights], rows_N: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
-    """What each choice's expert, in its row of the weights, answers to its token, ``[N, H]``."""
+    """Return each choice's expert output for its token, ``[N, H]``; ``rows_N`` are the experts' rows in the weights."""
     kinds = len(weights) // 2
     up_NHI, down_NIH = read(weights[:kinds], rows_N), read(weights[kinds:], rows_N)
     choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
@@ -109,14 +112,14 @@ def _count(ring: torch.Tensor, row: torch.Tensor, index_N: torch.Tensor, counts_
 
 
 class CapturedHost:
-    """All layers of one rank, and their pass over inputs that are written in place.
+    """All layers of one rank, and a forward pass over inputs that are written in place.
 
     Parameters
     ----------
     device
-        A CPU runs the pass as it is written; a GPU captures it once and replays it.
+        A CPU runs the pass eagerly; a GPU captures it once and replays it.
     experts
-        ``float32``; ``float8``, with a scale for each; or ``lists`` of these, a tensor for each.
+        ``float32``, ``float8`` (with a scale per expert), or ``lists`` (float8 with one tensor per expert).
     """
 
     def __init__(self, device: torch.device, experts: str) -> None:
@@ -153,7 +156,7 @@ class CapturedHost:
 
     def _captured(self) -> Callable[[], None]:
         module: Any = torch.get_device_module(self.counter.device)
-        self._pass()  # libraries allocate what they need before a capture
+        self._pass()  # Libraries allocate their buffers before a capture.
         module.synchronize()
         graph = module.CUDAGraph()
         with module.graph(graph):
@@ -162,7 +165,10 @@ class CapturedHost:
         return replay
 
     def forward(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Queue a pass; the result waits for it and gives every layer's output ``[L, T, H]``, a collective."""
+        """Queue a pass.
+
+        The returned function waits for it and returns every layer's output ``[L, T, H]``; it is a collective.
+        """
         self.hidden_LTH.copy_(hidden_LTH, non_blocking=True)
         self.chosen_LTK.copy_(chosen_LTK, non_blocking=True)
         self.run()
@@ -178,7 +184,7 @@ class CapturedHost:
         return output
 
     def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
-        """The same from every expert where it was made, ``[L, T, H]``."""
+        """Return the same outputs computed from the original experts, ``[L, T, H]``."""
         outputs = [
             _outputs(experts, chosen_TK.reshape(-1), hidden_TH)
             for experts, chosen_TK, hidden_TH in zip(self.experts_L, chosen_LTK, hidden_LTH, strict=True)
@@ -187,9 +193,9 @@ class CapturedHost:
 
 
 def step_without_waiting(passes: int) -> str | None:
-    """Passes on a GPU of a rank with no service, in which torch raises where a call waits for the device.
+    """Run passes of a rank without a service on a GPU, and make torch raise if an agent call waits for the device.
 
-    Why balancing stopped, or ``None``.
+    Return the reason why balancing stopped, or ``None``.
     """
     host = CapturedHost(torch.device("cuda", 0), "float32")
     settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo")
@@ -205,7 +211,7 @@ def step_without_waiting(passes: int) -> str | None:
 
 
 def _popularity(workload: int) -> torch.Tensor:
-    """How popular experts are in a workload, ``[L, E]``; each layer has favourites of its own."""
+    """Return the popularity of the experts in a workload, ``[L, E]``. Each layer has different favourites."""
     draws = torch.Generator().manual_seed(100 + workload)
     skew_E = torch.linspace(1.0, 0.1, EXPERTS) ** 3
     return torch.stack([skew_E[torch.randperm(EXPERTS, generator=draws)] for _ in range(LAYERS)])
@@ -216,14 +222,14 @@ def serve(
 ) -> dict[str, Any]:
     """Serve changing workloads until ``switches`` layer switches.
 
-    A control, whose layers leave their weights behind, or what is derived from them, stops at its first difference.
-    A host that runs ``ahead`` has so many passes queued on its device, and one of its ranks misses calls.
+    A control, whose layers do not update their weights or the derived tensors, stops at its first difference.
+    With ``ahead``, the host queues that many passes on its device, and one of its ranks misses calls.
 
     Returns
     -------
     dict
-        The largest difference from every expert where it was made, the layer switches, the layers whose commits
-        the host was called for, whether all weights are where they were, and why balancing stopped.
+        The largest difference from the original experts, the number of layer switches, the layers whose commits
+        the host was notified of, whether all weights kept their addresses, and why balancing stopped.
     """
     device = torch.device(device_name)
     host = CapturedHost(device, experts)
@@ -269,7 +275,7 @@ def serve(
         queued.append((host.forward(hidden_LTH, chosen_LTK), hidden_LTH, chosen_LTK))
         if not (ahead and host.rank == 1 and step % _MISSED_EVERY == 0):
             agent.step()
-        # All ranks leave at the same pass.
+        # All ranks must leave the loop at the same pass.
         switched = torch.tensor([agent.stats.layers_switched])
         dist.all_reduce(switched, dist.ReduceOp.MIN)
         over = int(switched) >= switches or step == _MAX_STEPS - 1 or (leaves_weights and worst > 1e-2)

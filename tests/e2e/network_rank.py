@@ -1,6 +1,6 @@
 """One rank in a network namespace: ``python -m tests.e2e.network_rank RANK GROUP SERVICE DATA_HOST WRONG...``.
 
-Both ranks first try to connect with each ``WRONG`` data host of rank 1. They then connect with their own hosts and
+Both ranks first try to connect while rank 1 uses each ``WRONG`` data host. They then connect with their own hosts and
 serve until a layer has switched. The last line of the output is JSON: the error for each wrong host, and the facts of
 ``regrouped_host``.
 """

@@ -1,4 +1,4 @@
-"""Ranks whose layers are balanced, and then move to a smaller and to a larger group of ranks."""
+"""Ranks whose layers are balanced and then move to a smaller and a larger group of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_SECONDS = 120.0
 
 
 def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
-    """Serve on groups of these numbers of ranks, one after the other; facts of those that this rank was in."""
+    """Serve on groups of these sizes, one after the other. Return the facts of each group that included this rank."""
     rank, facts = dist.get_rank(), []
     groups = [dist.new_group(list(range(size))) for size in sizes]
     layers: list[ExpertParallelMoE] = []
@@ -43,7 +43,7 @@ def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
 def balanced(
     layers: list[ExpertParallelMoE], group: dist.ProcessGroup, service: str, **settings: object
 ) -> dict[str, object]:
-    """Run steps until a layer has switched, each compared with the dense layer."""
+    """Run steps until a layer has switched, and compare the outputs of each step with the dense layer."""
     agent = Agent.start(layers, group, live.settings(service=service, deployment="regrouped", **settings))
     dense = [DenseMoE(layer.shape, seeded_experts(layer.shape)) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank(group))
@@ -57,7 +57,7 @@ def balanced(
             step = hidden_TH, ids_TK.to(torch.int32), weights_TK.softmax(-1)
             worst = max(worst, float((layer(*step) - twin(*step)).abs().max()))
         agent.step()
-        # Ranks leave the loop together.
+        # All ranks must leave the loop at the same step.
         all_switched = torch.tensor(agent.stats.layers_switched)
         dist.all_reduce(all_switched, dist.ReduceOp.MIN, group=group)
         switched = int(all_switched)

@@ -1,4 +1,4 @@
-"""A real `eplb serve` process for a test, and the operator's calls to it."""
+"""A real `eplb serve` process for tests, and operator calls to it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _START_SECONDS = 300.0
 
 
 def free_address() -> str:
-    """host:port that nobody listens on, and that no outgoing connection is given while a service is down."""
+    """Return a free host:port outside the range of ephemeral ports, so that it stays free while a service is down."""
     given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
     below = int(given_out.read_text().split()[0]) if given_out.exists() else 32768
-    # Tests in other processes must not choose alike.
+    # Tests in other processes must not choose the same ports.
     for port in random.SystemRandom().sample(range(10_000, below), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -34,7 +34,7 @@ def free_address() -> str:
 
 
 class Service:
-    """The process, started and stopped as often as a test wants, always at the same address."""
+    """The service process. A test can start and stop it repeatedly, always at the same address."""
 
     def __init__(self, folder: Path, *flags: str, address: str | None = None) -> None:
         self.address = address or free_address()
@@ -56,9 +56,10 @@ class Service:
         self._log.close()
 
     def start(self) -> None:
-        """Start it and wait until it can make decisions: its solver may have to be compiled first."""
+        """Start the service and wait until it can make decisions. Its solver may have to be compiled first."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
-        # Linux shares out a busy machine by sessions: in one of its own the service is not the last of many tests.
+        # Linux divides the CPU time of a busy machine between sessions. A separate session gives the service its own
+        # share, instead of one that it divides with all test processes.
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -74,38 +75,38 @@ class Service:
             time.sleep(0.05)
 
     def _serves(self) -> bool:
-        # A channel of its own: one that has tried in vain waits ever longer before it tries again.
+        # Use a new channel, because one that failed to connect backs off for longer and longer.
         with grpc.insecure_channel(self.address) as channel, contextlib.suppress(grpc.RpcError):
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 
     def kill(self) -> None:
-        """As a crash would: no goodbye."""
+        """Kill the process without a clean shutdown, as a crash would."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def restart(self, seconds: float) -> None:
-        """Kill it, and start it after so long."""
+        """Kill the service and start it again after ``seconds``."""
         self.kill()
         time.sleep(seconds)
         self.start()
 
     def freeze(self, seconds: float) -> None:
-        """For so long it hears nothing and says nothing, but its connections stay open."""
+        """Stop the process for ``seconds``. It neither reads nor writes, but its connections stay open."""
         self._signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._signal(signal.SIGCONT)
 
     def ended(self) -> int:
-        """Ask it to end; its exit code."""
+        """Terminate the service and return its exit code."""
         self._process.terminate()
         return self._process.wait(_START_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all series of a metric that have these labels."""
+        """Return the sum of all series of a metric that have these labels."""
         with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
@@ -113,7 +114,7 @@ class Service:
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in wanted))
 
     def status(self, deployment: str = "default") -> operator_pb2.GetStatusResponse:
-        """What the operator sees; raises ``grpc.RpcError``."""
+        """Return the status that an operator sees. Raises ``grpc.RpcError``."""
         request = operator_pb2.GetStatusRequest(deployment=deployment)
         response: operator_pb2.GetStatusResponse = self._operator.GetStatus(
             request, wait_for_ready=True, timeout=60
@@ -121,11 +122,11 @@ class Service:
         return response
 
     def pause(self, deployment: str) -> None:
-        """Make no plans for it; raises ``grpc.RpcError`` where no agent has come yet."""
+        """Stop making plans for the deployment. Raises ``grpc.RpcError`` if no agent has connected yet."""
         self._operator.Pause(operator_pb2.PauseRequest(deployment=deployment), timeout=20)
 
     def resume(self, deployment: str) -> None:
-        """Plan again."""
+        """Resume planning."""
         self._operator.Resume(operator_pb2.ResumeRequest(deployment=deployment), timeout=20)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -134,7 +135,7 @@ class Service:
     def wait_until(
         self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 180.0
     ) -> operator_pb2.GetStatusResponse:
-        """The first status of which ``true_of`` holds; fails with the last one after ``seconds``."""
+        """Return the first status for which ``true_of`` is true. Fail with the last status after ``seconds``."""
         deadline = time.monotonic() + seconds
         seen: object = "no status"
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Layers that a GPU replays from a captured graph are switched under it, and answer as before; on a CPU, uncaptured."""
+"""Tests that layers in a captured GPU graph can be switched without changing the outputs; on a CPU, uncaptured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTS = [
 
 
 async def _served(*options):
-    """Facts of the ranks, and the service's deployment in the end."""
+    """Return the facts of the ranks and the service's final deployment."""
     async with running_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 2, captured_host.serve, service.address, *options)
         return facts, service.plane.deployments["captured"]
@@ -40,7 +40,7 @@ async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts,
         assert len(fact["committed"]) == fact["switched"] >= switches
         assert fact["worst"] < 1e-4
         assert fact["same_addresses"]
-    # Live ranks' transfers and commits have come to price moves: a few hundred bytes over loopback, on a busy machine.
+    # Measured transfers and commits set the move price. They send a few hundred bytes over loopback on a busy machine.
     costs, price = deployment.switch_log.costs(), deployment.decisions.move_price
     assert 1e-6 < costs.expert_seconds < 10
     assert 0 < costs.commit_seconds < 1

@@ -1,4 +1,4 @@
-"""`eplb demo` runs the main job on real processes: balancing changes no output."""
+"""Tests that `eplb demo` runs the main job on real processes and that balancing changes no output."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
 
 
 def _model_served(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Figures and output of a demo whose balanced model has said what the model left alone says."""
+    """Run a demo and return its figures and output.
+
+    Check that the balanced and the unbalanced model generate the same bytes.
+    """
     done = _demo("--steps", str(STEPS), "--json", str(folder / "out.json"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = held("demo", (folder / "out.json").read_text())
@@ -123,7 +126,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def _allowed(row: Row) -> bool:
-    """Grouped experts have no replicas to split tokens over."""
+    """Return whether the options can be combined. Grouped experts have no replicas to split tokens over."""
     return row.get("--dispatcher") != "moge" or row.get("--split", "tables") == "tables"
 
 
@@ -139,7 +142,7 @@ def _arguments(row: Row) -> list[str]:
 def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path: Path) -> None:
     figures, _ = _model_served(tmp_path, *_arguments(row))
     if row["--dispatcher"] == "moge":
-        # Every token has equally many choices on each rank, and no expert may leave its rank.
+        # Every token has the same number of choices on each rank, and no expert may leave its rank.
         assert figures["layers_switched"] == 0
         assert figures["par_balanced"] == figures["par_static"] == 1.0
         return

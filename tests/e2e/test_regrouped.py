@@ -1,4 +1,4 @@
-"""A deployment that goes on with another number of ranks is planned for again by the same service."""
+"""Tests that the service makes plans again for a deployment that continues with a different number of ranks."""
 
 from __future__ import annotations
 

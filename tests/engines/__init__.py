@@ -1,1 +1,4 @@
-"""Real inference engines on CPU, balanced by the agent: `make test-engines`. Shims here exist to run on CPU alone."""
+"""Tests of real inference engines on CPU, balanced by the agent: `make test-engines`.
+
+The shims are only needed on CPU.
+"""

@@ -1,4 +1,4 @@
-"""Packages that SGLang imports and that are only built for accelerators: any name of theirs, until it is called.
+"""Stand-ins for the accelerator-only packages that SGLang imports. Every name exists but cannot be called.
 
 Installed as ``sitecustomize``, so that every process of an engine has them.
 """
@@ -13,7 +13,7 @@ _ABSENT = ("sgl_kernel", "torchvision")
 
 
 class _Name(StandIn):
-    """A function, class or namespace that nobody may use here."""
+    """A function, class or namespace that must not be used here."""
 
     def __call__(self, *_, **__):
         raise NotImplementedError(f"{self._name} is not there on this machine")
@@ -25,7 +25,7 @@ def _is_absent(name):
 
 
 def _asked_by_transformers():
-    """It uses torchvision wherever it finds it, and is right to do without it here."""
+    """Return whether transformers is the importer. It uses torchvision if available, but does not need it here."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.utils.import_utils":

@@ -1,4 +1,4 @@
-"""Layers of vLLM-Ascend: their counters, weights and dispatch."""
+"""Layers of vLLM-Ascend, with counters, weights and dispatch."""
 
 import types
 
@@ -8,7 +8,7 @@ EXPERTS, SLOTS = 6, 4
 
 
 class HostLayer(torch.nn.Module):
-    """The counters of a real layer, and how it adds to them."""
+    """The counters of a real layer, updated as the real layer does."""
 
     def __init__(self, policy):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fake modules of vLLM-Ascend with the settings of one engine."""
+"""Fake vLLM-Ascend modules with the settings of one engine."""
 
 import types
 
@@ -6,7 +6,7 @@ from tests.adapters.sglang_fakes import put_modules
 
 
 def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generate", **engine):
-    """The modules that are asked, with one engine's settings; its settings of EPLB."""
+    """Install the fake modules with one engine's settings, and return its EPLB settings."""
     model = types.SimpleNamespace(enable_sleep_mode=engine.get("sleeps", False), runner_type=runner)
     parallel = types.SimpleNamespace(pipeline_parallel_size=stages, rank=0)
     tokens = types.SimpleNamespace(max_num_batched_tokens=engine.get("tokens", 8192))
@@ -16,7 +16,7 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
     capacity = 512 * engine.get("tensor_parallel", 1)
 
     def choice(step_tokens, _config):
-        """Mimic ``select_moe_comm_method`` of 0.23: A2 gathers if ranks are few or tokens many, A3 never."""
+        """Mimic ``select_moe_comm_method`` of 0.23: A2 gathers for few ranks or many tokens, A3 never gathers."""
         few = engine.get("ranks", 16) < 16 or 256 // engine.get("ranks", 16) > 24
         gathers = device == "A2" and (few or step_tokens > capacity)
         return types.SimpleNamespace(name="ALLGATHER" if gathers else "MC2")

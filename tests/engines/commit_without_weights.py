@@ -1,4 +1,4 @@
-"""The defect that tests must be able to see: a layer's tables switch, its weights do not."""
+"""A deliberate bug that the tests must detect: a layer's tables switch but its weights do not."""
 
 
 def commit_without_weights() -> None:

@@ -1,4 +1,4 @@
-"""Engines, the agent as users install it, a checkpoint, and a service, for tests on real engines."""
+"""Fixtures for tests on real engines: the engines, the installed agent, a checkpoint, and a service."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ SHIM = """
 eplb_cpu_host = vllm_on_cpu:register
 """
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""For engines that serve few tokens: to compile a handful of small functions would take longer than the tokens do."""
+"""For engines that serve few tokens, because compiling many small functions would take longer than serving the tokens.
+"""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""For an engine of the second model runner: slow, so that few steps must do."""
+"""For an engine with the second model runner. It is slow, so tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
 DECIDE_OFTEN = f"--window-steps 32 --decision-interval 32 --report-steps 8 {WHENEVER_IT_MAY}"
 
 
 def make_agent_site(folder):
-    """Build a folder for ``PYTHONPATH``: the wheels of core, agent and lab, and the shim that vLLM needs on CPU."""
+    """Build a folder for ``PYTHONPATH`` with the wheels of core, agent and lab, and the shims for vLLM on CPU."""
     site, wheels = folder / "site", folder / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     sources = [str(ROOT / "packaging" / name) for name in ("eplb-core", "eplb-agent", "eplb-lab")]
@@ -47,7 +48,7 @@ def make_agent_site(folder):
 
 
 def add_shim(site, name, entry_points):
-    """Have an engine find a shim of the tests as it finds installed plugins."""
+    """Register a test shim as an installed engine plugin."""
     metadata = site / f"{name}-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0\n")
@@ -56,7 +57,7 @@ def add_shim(site, name, entry_points):
 
 @pytest.fixture(scope="session")
 def agent_site(tmp_path_factory):
-    """See ``make_agent_site``."""
+    """Return the folder that ``make_agent_site`` builds."""
     return make_agent_site(tmp_path_factory.mktemp("agent"))
 
 
@@ -69,20 +70,20 @@ def made_checkpoint(folder, *kind):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A tiny Qwen3-MoE."""
+    """A tiny Qwen3-MoE checkpoint."""
     return made_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
 def service(tmp_path, request):
-    """A service that decides every 32 steps, or by the options that it is parametrised with."""
+    """Start a service that decides every 32 steps, or with the options of the test's parameter."""
     options = getattr(request, "param", DECIDE_OFTEN).split()
     with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *options) as running:
         yield running
 
 
 def engine_environment(site, **more):
-    """Variables of an engine's process on CPU, with ``site`` on its path."""
+    """Return the environment variables of an engine process on CPU, with ``site`` on its path."""
     settings = {
         "PYTHONPATH": str(site),
         "HF_HUB_OFFLINE": "1",
@@ -92,14 +93,14 @@ def engine_environment(site, **more):
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         "EPLB_AGENT_VERIFY_TRANSFERS": "true",
-        # Many switches in few steps are wanted here: no plan waits long for its first vote.
+        # These tests need many switches in few steps, so no plan should wait long for its first vote.
         "EPLB_AGENT_VOTE_INTERVAL": "1",
     }
     return {**os.environ, **settings, **more}
 
 
 class EngineRun:
-    """One engine process that generates for a number of rounds; its log and answers are in ``folder``."""
+    """One engine process that generates a number of rounds. Its log and answers are in ``folder``."""
 
     def __init__(self, python, script, folder, checkpoint, options, environment):
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class EngineRun:
         self._process = start_engine(command, environment, self.log)
 
     def wait_for(self, line, seconds=600):
-        """Until the engine has printed ``line``."""
+        """Wait until the engine has printed ``line``."""
         deadline = time.monotonic() + seconds
         while line not in self.log.read_text():
             assert self._process.poll() is None, self.tail()
@@ -116,11 +117,11 @@ class EngineRun:
             time.sleep(0.2)
 
     def wait_for_another_round(self):
-        """Until it has answered one more round of requests than now."""
+        """Wait until the engine has answered one more round of requests."""
         self.wait_for(f"ROUND {self.log.read_text().count('ROUND ')} ")
 
     def workers(self):
-        """Process ids of the engine's workers, the deepest of its descendants that name themselves so."""
+        """Return the process ids of the engine's workers, the deepest descendants whose names mark them as workers."""
         found, parents = [], [self._process.pid]
         while parents:
             listed = subprocess.run(
@@ -135,35 +136,35 @@ class EngineRun:
         return found
 
     def answers(self, seconds=900):
-        """``[ids, logprobs]`` of every request, once the engine has ended well."""
+        """Wait until the engine has ended successfully, and return ``[ids, logprobs]`` of every request."""
         status = self._process.wait(seconds)
         assert status == 0, self.tail()
         return json.loads(self._answers.read_text())
 
     def failure(self, seconds=600):
-        """What the engine printed, where it should not have started."""
+        """Return the output of an engine that should fail to start."""
         assert self._process.wait(seconds) != 0, self.tail()
         return self.log.read_text()
 
     def tail(self):
-        """The end of its log."""
+        """Return the end of the engine's log."""
         return self.log.read_text()[-6000:]
 
     def stop(self):
-        """End it, with its workers, if it still runs."""
+        """Stop the engine and its workers if they still run."""
         end_engine(self._process)
 
 
 @pytest.fixture
 def ended():
-    """Ends what a test has started and still runs."""
+    """Register runs of a test, which are stopped at its end."""
     with ExitStack() as stack:
         yield lambda run: stack.callback(run.stop) and run
 
 
 @pytest.fixture
 def run_vllm(agent_site, checkpoint, tmp_path, ended):
-    """Starts engines."""
+    """Return a function that starts engines."""
 
     def start(engine, options, name="balanced", model=checkpoint, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
@@ -175,7 +176,7 @@ def run_vllm(agent_site, checkpoint, tmp_path, ended):
 
 @pytest.fixture
 def serve_vllm(agent_site, checkpoint, tmp_path, ended):
-    """Starts servers."""
+    """Return a function that starts servers."""
 
     def start(engine, options, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)

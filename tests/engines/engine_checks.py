@@ -1,15 +1,18 @@
-"""Checks of answers, switches and heat shared by the tests of real engines."""
+"""Checks of answers, switches and heat, shared by the tests of real engines."""
 
 import subprocess
 
 from tests.engines.environments import python_of
 
 SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
-"""Of log-probabilities in float32: sums over experts run in another order where an expert has moved."""
+"""Difference of log-probabilities in float32. A moved expert changes the summation order of its outputs."""
 WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
-"""The defect that every comparison of answers must be able to see; checksums would end the agent before."""
+"""Enables a bug that every comparison of answers must detect.
+
+Checksums are off because they would stop the agent first.
+"""
 MAX_LOST = 0.5
-"""Steps of heat, of those that arrived: the service shares two cores with the engine's processes."""
+"""Maximum number of lost steps of heat per received step. The service shares two cores with the engine's processes."""
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
 
@@ -30,7 +33,10 @@ def same_answers(balanced, alone, most_ties=0.0):
 
 
 def switched(service, least, log):
-    """How many layers have switched; fails with the end of the engine's log where too few have."""
+    """Check that at least ``least`` layers have switched and return the status.
+
+    Fail with the engine's log otherwise.
+    """
     status = service.status().status
     print(f"{status.layers_switched} layer switches, {status.experts_moved} experts moved")
     assert status.layers_switched >= least, log
@@ -38,7 +44,7 @@ def switched(service, least, log):
 
 
 def heat_arrived(status, service):
-    """Beside much other work a few steps may be lost, which is counted; hardly any are."""
+    """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
     print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)

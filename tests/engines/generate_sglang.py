@@ -1,4 +1,4 @@
-"""Generates with a real SGLang engine and writes token ids and log-probabilities; run with the engine's own Python.
+"""Generate with a real SGLang engine, and write token ids and log-probabilities. Runs with the engine's own Python.
 
 ``python generate_sglang.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
 """
@@ -12,7 +12,7 @@ from generate_vllm import prompts
 
 
 def generate(model, options):
-    """Run all requests of a round at once; returns one ``[ids, logprobs]`` per request."""
+    """Run all requests of a round at once. Return ``[ids, logprobs]`` for each request."""
     import sglang
 
     engine = sglang.Engine(

@@ -1,8 +1,8 @@
-"""Generates with a real vLLM engine and writes token ids and log-probabilities; run with the engine's own Python.
+"""Generate with a real vLLM engine, and write token ids and log-probabilities. Runs with the engine's own Python.
 
 ``python generate_vllm.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
 
-With ``"until": "FILE"`` no further round begins once that file is there.
+With ``"until": "FILE"``, no new round starts once that file exists.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 DIFFERENT_ROUNDS = 12
-"""After as many they come again."""
+"""Number of distinct rounds, after which the rounds repeat."""
 
 
 def prompts(count, seed=1):
-    """Token ids of ``count`` prompts; the domains that they draw from change along the way."""
+    """Return the token ids of ``count`` prompts, which are drawn from changing domains."""
     draw = random.Random(seed)
     return [
         [draw.randrange(3 + 60 * (n % 8), 63 + 60 * (n % 8)) for _ in range(draw.randrange(4, 40))]
@@ -26,7 +26,7 @@ def prompts(count, seed=1):
 
 
 async def generate(model, options):
-    """Run all requests at once through an asynchronous engine; returns one ``[ids, logprobs]`` per request."""
+    """Run all requests at once through an asynchronous engine. Return ``[ids, logprobs]`` for each request."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

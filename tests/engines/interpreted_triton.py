@@ -1,7 +1,7 @@
-"""Lets vLLM take Triton's interpreter for a CPU backend, so that its second model runner runs; a ``sitecustomize``.
+"""Make vLLM accept Triton's interpreter as a CPU backend, so that its second model runner works. A ``sitecustomize``.
 
-The runner prepares its inputs by Triton kernels, which ``TRITON_INTERPRET=1`` runs in Python. vLLM asks Triton's
-package for a backend named ``cpu`` before it uses any, and does so before it loads plugins.
+The runner prepares its inputs with Triton kernels, which ``TRITON_INTERPRET=1`` runs in Python. vLLM checks for a
+Triton backend named ``cpu`` before it uses Triton, and does so before it loads plugins.
 """
 
 import os

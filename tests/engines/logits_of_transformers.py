@@ -1,4 +1,4 @@
-"""Logits of a checkpoint by transformers, and its tokenizer on texts; run with an engine's own Python.
+"""Compute a checkpoint's logits with transformers and tokenize texts. Runs with an engine's own Python.
 
 ``python logits_of_transformers.py CHECKPOINT OUT.json TEXT...``
 """

@@ -1,6 +1,6 @@
-"""Writes a tiny random checkpoint (3 layers, 8 experts) to the folder named; run in an engine.
+"""Write a tiny random checkpoint (3 layers, 8 experts) to a folder. Runs in an engine's environment.
 
-``python make_checkpoint.py FOLDER [llama4]``: a Qwen3-MoE with top-2, or a Llama 4 with top-1.
+``python make_checkpoint.py FOLDER [llama4]`` writes a Qwen3-MoE with top-2, or a Llama 4 with top-1.
 """
 
 import sys
@@ -24,7 +24,7 @@ else:
 with torch.no_grad():
     for name, parameter in model.to(torch.bfloat16).named_parameters():
         if "norm" not in name:
-            # Routers with a wide spread, so that some experts are far more popular than others.
+            # Spread the router weights widely, so that some experts are far more popular than others.
             router = name.endswith(("gate.weight", "router.weight"))
             parameter.normal_(0, 0.5 if router else 0.08)
 model.save_pretrained(sys.argv[1], safe_serialization=True)

@@ -1,4 +1,4 @@
-"""A real vLLM server over HTTP, and requests to it whose tokens are timed one by one."""
+"""A real vLLM server over HTTP, and requests that record the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from tests.engines.processes import end_engine, start_engine
 
 START_SECONDS = 900.0
 TOKEN_IDS_ALONE = ("--skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "8")
-"""Options of a server without a tokenizer: prompts and answers are token ids."""
+"""Options for a server without a tokenizer, whose prompts and answers are token ids."""
 
 
 class ServerError(RuntimeError):
-    """A server that does not start, or refuses a request; the message has its reason or the end of its log."""
+    """The server did not start or rejected a request. The message contains the reason or the end of the log."""
 
 
 class OpenAiServer:
-    """``python -m vllm.entrypoints.openai.api_server`` in a process that prints to ``log``; a context that ends it."""
+    """``python -m vllm.entrypoints.openai.api_server`` in a process that prints to ``log``.
+
+    As a context manager it stops the process.
+    """
 
     def __init__(
         self, python: Path, log: Path, model: Path, options: Sequence[str], environment: dict[str, str]
@@ -45,11 +48,11 @@ class OpenAiServer:
         self.stop()
 
     def stop(self) -> None:
-        """End it, with its workers."""
+        """Stop the server and its workers."""
         end_engine(self._process)
 
     def wait_until_healthy(self) -> None:
-        """Wait until it takes requests; raises ``ServerError`` where it ends before, or takes too long."""
+        """Wait until the server accepts requests. Raises ``ServerError`` if it ends or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None:
@@ -66,7 +69,7 @@ class OpenAiServer:
             return False
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy completions of prompts of token ids, all at once."""
+        """Return greedy completions of token-id prompts, which are sent concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._answer(prompt, max_tokens), prompts))
 
@@ -83,16 +86,16 @@ class OpenAiServer:
         return [token for choice, _ in choices for token in choice.get("token_ids") or []]
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of the server's log."""
         return self._log.read_text(errors="replace")[-6000:].strip()
 
 
 def streamed_choices(
     port: int, body: dict[str, Any], timeout: float
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each part of a streamed completion, with its seconds since the request.
+    """Yield each part of a streamed completion with the seconds since the request.
 
-    Raises ``ServerError`` where the server refuses, breaks off or cannot be reached.
+    Raises ``ServerError`` if the server rejects the request, breaks off or cannot be reached.
     """
     asked = json.dumps(body | {"return_token_ids": True, "stream": True})
     with closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:

@@ -1,4 +1,4 @@
-"""Starts and ends an engine's processes: its workers are ended with it, whatever became of their parent."""
+"""Start and end an engine's processes. The workers are ended as well, even if their parent is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOP_SECONDS = 60.0
 def start_engine(
     command: Sequence[str | Path], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Run ``command`` in a session of its own; what it and its workers print goes to ``log``."""
+    """Run ``command`` in a new session. The output of the process and its workers goes to ``log``."""
     with log.open("wb") as out:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
@@ -23,7 +23,10 @@ def start_engine(
 
 
 def end_engine(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, and end what is left of its session after a minute; nothing where it has ended whole."""
+    """Terminate the process, and kill the rest of its session after a minute.
+
+    Do nothing if the whole session has ended.
+    """
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

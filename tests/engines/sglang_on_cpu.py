@@ -1,6 +1,6 @@
-"""Lets real SGLang run expert parallelism with EPLB on CPU, for tests alone: an entry point ``sglang.srt.plugins``.
+"""Make real SGLang run expert parallelism with EPLB on CPU, for tests only: an entry point ``sglang.srt.plugins``.
 
-Scheduler, runners, router, recorder, layers and sampler stay real; ``absent_on_cpu`` stands for its compiled kernels.
+Scheduler, runners, router, recorder, layers and sampler stay real. ``absent_on_cpu`` replaces the compiled kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def register() -> None:
-    """Hook this process; SGLang calls it in each of its own."""
+    """Patch this process. SGLang calls this function in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     native = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
-    """SGLang's plain forward knows no ranks: choices of other ranks' experts have the id -1, and weigh nothing."""
+    """Ignore choices of other ranks' experts (id -1), because SGLang's plain forward does not know ranks."""
     weights_TK, ids_TK, _ = topk_output
     out = torch.zeros_like(x)
     for slot in range(layer.w13_weight.shape[0]):
@@ -39,7 +39,7 @@ def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
 
 
 def _pad_for_plain_attention(original, batch, model_runner, *sizes):
-    """Ranks of attention data parallelism pad alike; SGLang's plain attention names its filling for CUDA alone."""
+    """Provide the fill value for padding, which SGLang's plain attention only defines for CUDA graphs."""
     backend = type(model_runner.attn_backend)
     if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
         backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
@@ -47,5 +47,5 @@ def _pad_for_plain_attention(original, batch, model_runner, *sizes):
 
 
 def _scatter_without_nccl(_, group, whole, output=None, sizes=None):
-    """SGLang's own way by an all-reduce, which it takes where answers are to be the same in every run."""
+    """Use SGLang's own all-reduce variant, which SGLang normally uses for deterministic answers."""
     return group._deterministic_reduce_scatterv(whole, output, sizes)

@@ -1,4 +1,4 @@
-"""Stands for packages that are only built for accelerators: any module and any name of theirs."""
+"""Stand-ins for packages that are only built for accelerators. Any module and any name in them exists."""
 
 import importlib.abc
 import importlib.machinery
@@ -6,7 +6,7 @@ import types
 
 
 class StandIn:
-    """A name, and names within it; of the same class."""
+    """A name that contains further names of the same class."""
 
     def __init__(self, name):
         self.__dict__["_name"] = name
@@ -18,7 +18,10 @@ class StandIn:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules whose names are ``absent``; what is in them is ``facts``, and else a ``kind`` of ``StandIn``."""
+    """Finds modules whose names are ``absent``.
+
+    They contain the values of ``facts``; any other name is a ``kind`` of ``StandIn``.
+    """
 
     def __init__(self, absent, kind, **facts):
         self._absent, self._kind, self._facts = absent, kind, facts
@@ -37,4 +40,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, _module):
-        """Nothing to run."""
+        """Do nothing, because the module is already complete."""

@@ -1,4 +1,4 @@
-"""The parts of the vLLM-Ascend adapter that need no engine: heat of all policies, sources, hooks."""
+"""Tests of the vLLM-Ascend adapter's parts that need no engine: heat of all policies, sources, hooks."""
 
 import types
 
@@ -25,7 +25,7 @@ def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
             heat.count_choices(dispatch(layer, [[step % EXPERTS] * 2]), gathers=False)
         heat.record(counts=step != 5, own_tokens=step != 6)
     assert int(heat.rings.passes) == 7
-    # Steps 4, 5 and 6 are in rows 0 to 2, step 3 in row 3.
+    # Steps 4, 5 and 6 are in rows 0 to 2, and step 3 is in row 3.
     for index in range(2):
         assert heat.rings.slots_LWS[index].tolist() == [
             [4, index, 1, 0],
@@ -42,7 +42,7 @@ def test_choices_are_counted_in_their_layer_without_padding():
     heat = _HostHeat(layers, EXPERTS, redundant=True)
     heat.count_choices(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
     heat.count_choices(dispatch(layers[1], [[0, 2]]), gathers=False)
-    heat.count_choices(dispatch(HostLayer(1), [[3, 3]]), gathers=False)  # a draft model's layer
+    heat.count_choices(dispatch(HostLayer(1), [[3, 3]]), gathers=False)  # A draft model's layer.
     assert heat.chosen_LE.tolist() == [[0] * EXPERTS, [2, 1, 1, 0, 0, 0]]
 
 

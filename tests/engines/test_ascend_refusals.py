@@ -1,4 +1,4 @@
-"""Settings of vLLM-Ascend that do not go with the agent are refused while the engine starts, each with its name."""
+"""Tests that unsupported vLLM-Ascend settings are rejected by name while the engine starts."""
 
 from contextlib import nullcontext
 

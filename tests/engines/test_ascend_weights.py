@@ -1,4 +1,4 @@
-"""Which weights of vLLM-Ascend's layers move, and which layers are refused because theirs would not move whole."""
+"""Tests which weights of vLLM-Ascend's layers move, and that layers with immovable weights are rejected."""
 
 import sys
 import types
@@ -21,7 +21,7 @@ from worker_agent.device import format_of
 
 
 def in_lists():
-    """A quantised layer that has a tensor for each expert."""
+    """Return a quantised layer that has a tensor for each expert."""
     return weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in LISTS})
 
 
@@ -66,7 +66,7 @@ ND, NZ = 2, 29
 
 
 def in_formats(monkeypatch, *formats):
-    """Tensors of an NPU count as in these formats, in turn."""
+    """Make the NPU report these formats for its tensors, in turn."""
     asked = iter(formats)
     monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
 
@@ -131,7 +131,7 @@ def test_tensors_that_the_host_replaces_are_noticed():
     heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
     layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
     assert layer.expert_weights() is found
-    # As in quant_apply_mlp: the first expert's scales become those of another type.
+    # As in quant_apply_mlp, which converts the first expert's scales to a different dtype.
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
     with pytest.raises(UnsupportedEngineError, match="custom operators"):
         layer.expert_weights()

@@ -1,4 +1,4 @@
-"""The embedded model is the same for transformers, for real vLLM and for this project's own layers."""
+"""Tests that the embedded model gives the same results in transformers, in real vLLM and in this project's layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 TEXTS = ["SELECT id, name\nFROM accounts", "Wählen Sie bitte", "ファイルを選択", "\x01\x7f\t"]
 ROUNDING = 1e-4
-"""transformers runs in float32, whose logits are this close to those in double precision."""
+"""Tolerance for transformers' float32 logits compared with double precision."""
 
 
 def _own_logits(text: str) -> torch.Tensor:

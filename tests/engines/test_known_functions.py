@@ -1,4 +1,4 @@
-"""What the adapters know of engines is what these engines have, release by release, also the newest on the index."""
+"""Tests that the adapters' assumptions about engines hold for each known release and the newest on the index."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_every_known_function_is_in_its_release(package):
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_the_newest_release_has_moved_nothing(package):
-    """Where it has: see what became of the functions named, adapt, run the engine, record it in ``known.json``."""
+    """If it fails, check how the listed functions changed, adapt, run the engine, and record it in ``known.json``."""
     version = newest(package)
     last = compat.nearest(version, KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"
@@ -39,7 +39,7 @@ def test_a_release_in_which_a_hook_is_elsewhere_is_named_by_it():
 
 
 def test_the_list_of_models_is_that_of_the_sources():
-    """Made again by ``python -m tools.model_families``."""
+    """Regenerate the list with ``python -m tools.model_families``."""
     for package in ("vllm", "sglang"):
         for version in VERSIONS[package]:
             source_of(package, version)

@@ -1,4 +1,4 @@
-"""Real SGLang, balanced by the agent, answers what SGLang answers alone; its layers switch while it does."""
+"""Tests that real SGLang gives the same answers while the agent balances it and its layers switch."""
 
 import shutil
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 TWO_TENSOR_RANKS = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4}
 TWO_ATTENTION_RANKS = TWO_TENSOR_RANKS | {"attn_dp_size": 2}
-"""Each with requests of its own, whose tokens are gathered before they are routed."""
+"""Each rank has its own requests, whose tokens are gathered before they are routed."""
 PARALLEL = pytest.mark.parametrize(
     "parallel", [TWO_TENSOR_RANKS, TWO_ATTENTION_RANKS], ids=["tp2", "attention-dp2"]
 )
@@ -37,7 +37,7 @@ eplb_cpu_host = sglang_on_cpu:register
 
 @pytest.fixture(scope="session")
 def sglang_site(tmp_path_factory):
-    """As ``agent_site``, with the shim for SGLang and stand-ins for what is only built for accelerators."""
+    """Like ``agent_site``, with the SGLang shim and stand-ins for accelerator-only packages."""
     site = make_agent_site(tmp_path_factory.mktemp("sglang"))
     for module in ("sglang_on_cpu.py", "stand_ins.py"):
         shutil.copy(HERE / module, site)
@@ -48,7 +48,7 @@ def sglang_site(tmp_path_factory):
 
 @pytest.fixture
 def run_sglang(sglang_site, checkpoint, tmp_path, ended):
-    """Starts engines."""
+    """Return a function that starts engines."""
 
     def start(options, name="balanced", **environment):
         ranks = options.get("engine", {}).get("tp_size", 1)
@@ -62,7 +62,7 @@ def run_sglang(sglang_site, checkpoint, tmp_path, ended):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Answers of the untouched engine on one rank; made once."""
+    """Return the answers of the unmodified engine on one rank, computed once."""
     made = []
 
     def answers(run_sglang):

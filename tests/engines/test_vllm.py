@@ -1,4 +1,4 @@
-"""Real vLLM, balanced by the agent, answers what vLLM answers alone; its layers switch while it does."""
+"""Tests that real vLLM, balanced by the agent, gives the same answers as unbalanced vLLM while its layers switch."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ TWO_TENSOR_RANKS = EXPERT_PARALLEL | {
 }
 TWO_DATA_RANKS = {**TWO_TENSOR_RANKS, "tensor_parallel_size": 1, "data_parallel_size": 2}
 FOUR_RANKS = TWO_DATA_RANKS | {"tensor_parallel_size": 2}
-"""Two data ranks of two tensor ranks each, which vLLM makes sequence parallel."""
+"""Two data ranks of two tensor ranks each, which vLLM runs with sequence parallelism."""
 CASES = {
     "0.32-tp2": (VLLM_032, TWO_TENSOR_RANKS, {0}),
     "0.32-dp2": (VLLM_032, TWO_DATA_RANKS, {0, 1}),
@@ -36,21 +36,35 @@ CASES = {
     "0.23-tp2": (VLLM_023_SERVED, TWO_TENSOR_RANKS, {0}),
     "0.23-dp2": (VLLM_023_SERVED, TWO_DATA_RANKS, {0}),
 }
-"""Engine, its parallelism, and the ranks that count tokens: of ranks that route the same ones the first."""
+"""Engine, parallelism, and the ranks that count tokens.
+
+Only the first of several ranks that route the same tokens counts.
+"""
 GATHERS = "0.23-dp2"
-"""On CPU its ranks gather all tokens before they route; of such ranks the first counts, where it has tokens itself."""
+"""On CPU, its ranks gather all tokens before they route.
+
+Only the first of them counts, in steps in which it has tokens itself.
+"""
 RECORDED_STEPS = {8: 64, 1: 480}
-"""By requests at a time: of one at a time three, as either data rank may have any of them."""
+"""Minimum number of recorded steps by concurrent requests.
+
+With one request at a time, it covers three requests, as either data rank may receive any of them.
+"""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
 TIES_OF_023 = 1e-3
-"""Tokens, of all, that may be further apart where 0.23 runs its torch kernel: one was seen in 15,360, by 0.004, whose
-router has two experts 6e-6 apart."""
+"""Maximum share of tokens that may differ more if 0.23 runs its torch kernel.
+
+One such token was observed in 15,360. It differed by 0.004, because two experts are 6e-6 apart in its router.
+"""
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Answers of the untouched engine on one rank to the first requests of the first rounds; each load runs once."""
+    """Return the answers of the unmodified engine on one rank to the first requests of the first rounds.
+
+    Each load runs once.
+    """
     whole, known = LOAD | {"rounds": DIFFERENT_ROUNDS}, {}
 
     def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032, load=whole, **environment):
@@ -66,7 +80,7 @@ def alone():
 EACH_CASE = pytest.mark.parametrize(
     ("case", "requests"), [*((case, 8) for case in CASES), ("0.32-dp2", 1), ("0.23-dp2", 1)]
 )
-"""vLLM gives requests that come one at a time to either data rank; the other makes dummy passes beside it."""
+"""vLLM sends requests that come one at a time to either data rank, while the other rank runs dummy passes."""
 
 
 @EACH_CASE
@@ -78,7 +92,7 @@ def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone
 
 
 def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, folder):
-    """However fast the engine is, it serves on until 20 layers have switched."""
+    """Serve until 20 layers have switched, however fast the engine is."""
     enough = folder / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
@@ -97,7 +111,7 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
 
 
 def what_was_recorded_can_be_replayed(folder, case, requests):
-    """vLLM counts no tokens by slot: they follow from every rank's own choices and the tables of the time."""
+    """vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time."""
     path = folder / TRACE
     trace = open_trace(path)
     heat_TLE, loads_TLR = trace.heat(0, trace.steps), trace.served_loads(0, trace.steps)
@@ -105,7 +119,7 @@ def what_was_recorded_can_be_replayed(folder, case, requests):
     assert trace.steps >= RECORDED_STEPS[requests]
     counted_T = (chosen_TL > 0).all(axis=1)
     assert counted_T.any() if case == GATHERS else counted_T.all()
-    # Every token chooses as many experts in one layer as in another.
+    # Every token chooses the same number of experts in each layer.
     assert (chosen_TL == chosen_TL[:, :1]).all()
     assert np.array_equal(loads_TLR.sum(axis=2), chosen_TL)
     source_TRLE = trace.source_rows(0, trace.steps)
@@ -134,13 +148,16 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 
 @pytest.mark.parametrize("proposing", [{}, {"speculative_config": NGRAMS}], ids=["", "proposed-tokens"])
 def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, service, tmp_path):
-    """Prompts of up to 40 tokens beside decoding, 16 tokens a pass; guessed tokens are checked in the same passes."""
+    """Prompts of up to 40 tokens run beside decoding, with 16 tokens per pass.
+
+    Proposed tokens are verified in the same passes.
+    """
     parallel = TWO_TENSOR_RANKS | NO_REPLICAS | proposing
     switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
 def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service, tmp_path):
-    """The untouched engine loads them as well: on CPU vLLM itself answers differently once it has."""
+    """The unmodified engine also reloads them, because on CPU vLLM answers differently after a reload."""
     enough = tmp_path / "enough"
     load = {"requests": 8, "max_tokens": 120, "between": [["reload_weights", {}]]}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
@@ -166,7 +183,7 @@ SECOND_RUNNER = {
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
 def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
-    """vLLM's default on accelerators; its Triton kernels run in Python here. Served until six layers switched."""
+    """vLLM's default on accelerators. Its Triton kernels run in Python here, so six layer switches suffice."""
     enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
     load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
@@ -187,7 +204,7 @@ def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_pat
 
 
 def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_path):
-    """Llama 4's; the kernel reads no weights then. vLLM itself loads no redundant experts of its checkpoints."""
+    """As in Llama 4, whose kernel then reads no weights. vLLM cannot load redundant experts from its checkpoints."""
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
     load = {"requests": 8, "max_tokens": 60, "rounds": 4}
     expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
@@ -247,7 +264,7 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
 def test_no_service_at_all(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     same_answers(unheard.answers(), alone(run_vllm, engine=engine))
-    # By vLLM's own handlers, once each; warnings come from each rank.
+    # vLLM's own handlers print each message once, but each rank prints its warnings.
     by_level = {"INFO": [], "WARNING": []}
     for line in unheard.log.read_text().splitlines():
         for level, lines in by_level.items():

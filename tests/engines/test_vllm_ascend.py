@@ -1,4 +1,4 @@
-"""Real MoE layers of vLLM-Ascend, balanced by the agent on CPU, answer what a dense layer answers; experts move."""
+"""Tests that real vLLM-Ascend MoE layers on CPU equal a dense layer while the agent moves their experts."""
 
 import json
 import os
@@ -16,10 +16,13 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_023)}
-"""By the name under which the adapter knows it: the vLLM that it builds on, and its version."""
+"""Environment of the vLLM that each release builds on and its version, keyed by the name in the adapter."""
 
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
-"""Outputs are near 1. Float32 sums run in another order where an expert has moved; an int8 row may round otherwise."""
+"""Tolerance by quantisation, for outputs near 1.
+
+A moved expert changes the float32 summation order, and an int8 row may be rounded differently.
+"""
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32"}
 CONFIG |= {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
@@ -39,11 +42,14 @@ def environment(source, **more):
 
 
 def serve(tmp_path, service, **options):
-    """Two ranks until they have switched often enough; what each found, compared functions of the host included."""
+    """Run two ranks until they have switched often enough.
+
+    Return the facts of each, including the compared host functions.
+    """
     vllm, version = RELEASES[options.setdefault("release", "0.23")]
     python, source = python_of(vllm), source_of("vllm_ascend", version)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    # With checksums the agent itself would end on a layer that does not hold what it should.
+    # With checksums, the agent itself would stop at a layer with wrong weights.
     verify = "false" if options.get("broken") else "true"
     options = {
         "redundant": 2,

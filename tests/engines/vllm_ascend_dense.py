@@ -1,4 +1,4 @@
-"""What a layer of the vLLM-Ascend rank must answer: every expert on one machine, by plain products.
+"""Reference outputs for a layer of the vLLM-Ascend rank: all experts on one machine, with plain products.
 
 Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
 """
@@ -10,7 +10,7 @@ RANKS, LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 2, 3, 8, 32, 32, 2
 
 
 def experts_of(layer):
-    """Weights of a layer's experts, ``[E, 2I, H]`` and ``[E, H, I]``, the same on all ranks."""
+    """Return the weights of a layer's experts, ``[E, 2I, H]`` and ``[E, H, I]``, which are equal on all ranks."""
     draw = torch.Generator().manual_seed(1000 + layer)
     return (
         torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=draw) * 0.3,
@@ -19,19 +19,19 @@ def experts_of(layer):
 
 
 def product(matrices_TKYX, rows_TKX):
-    """Each row through its matrix, ``[T, K, Y]``."""
+    """Multiply each row by its matrix, and return ``[T, K, Y]``."""
     return torch.einsum("tkyx,tkx->tky", matrices_TKYX, rows_TKX)
 
 
 def product_w8a8(matrices_TKYX, rows_TKX):
-    """The same of int8 rows and int8 output channels, each with a scale of its own; the sums are exact."""
+    """Like ``product``, for int8 rows and int8 output channels with one scale each. The sums are exact."""
     rows, rows_scale_TK = torch_npu.npu_dynamic_quant(rows_TKX)
     matrices, channel_scale_TKY = torch_npu.npu_dynamic_quant(matrices_TKYX)
     return (product(matrices.double(), rows.double()) * channel_scale_TKY * rows_scale_TK[..., None]).float()
 
 
 def dense(layer, hidden_TH, logits_TE, multiply):
-    """What the layer must answer: every expert on one machine."""
+    """Return the expected output of the layer, with every expert on one machine."""
     w13_EJH, w2_EHI = experts_of(layer)
     weights_TK, ids_TK = torch.softmax(logits_TE, -1).topk(TOP_K, -1)
     weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What ``NPUModelRunner`` does for EPLB, call by call: the runner itself needs a device.
+"""The EPLB calls of ``NPUModelRunner``, one by one, because the runner itself needs a device.
 
 Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
 """
@@ -27,11 +27,11 @@ from vllm_ascend_dense import (
 
 
 def build(rank, port, config_folder, options):
-    """vLLM's configuration and groups, and the host's layers with their weights."""
+    """Build vLLM's configuration and groups, and the host's layers with their weights."""
     built = types.ModuleType("vllm_ascend._build_info")
     built.__device_type__ = "A2" if options["comm"] == "ALLGATHER" else "A3"
     sys.modules[built.__name__] = built
-    # The host's solver, which nobody starts, needs scipy.
+    # The host's solver is never started, but its import needs scipy.
     solver = types.ModuleType("vllm_ascend.eplb.core.policy.policy_flashlb")
     solver.FlashLB, solver.warm_up = object, None
     sys.modules[solver.__name__] = solver
@@ -65,7 +65,7 @@ def build(rank, port, config_folder, options):
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
         from vllm_ascend.utils import set_weight_prefetch_method
 
-        # The runner's constructor does this; release 0.18 asks it before every choice of experts.
+        # The runner's constructor sets this, and release 0.18 reads it before every choice of experts.
         set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
         set_mc2_tokens_capacity(config, 8, 1)
         init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
@@ -78,7 +78,7 @@ def build(rank, port, config_folder, options):
 
 
 def w8a8_config():
-    """A quantisation config under which every MoE layer is W8A8, as one of ModelSlim's checkpoints has it."""
+    """Return a quantisation config that makes every MoE layer W8A8, like the config of a ModelSlim checkpoint."""
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
     from vllm_ascend.quantization.methods import w8a8_dynamic
 
@@ -101,7 +101,10 @@ def w8a8_config():
 
 
 def install_kernel_for_lists():
-    """The host's kernel for lists of int8 experts: each row by its expert's matrix and scales, SwiGLU, int8 again."""
+    """Install the host's kernel for lists of int8 experts.
+
+    It multiplies each row by its expert's matrix and scales, applies SwiGLU, and quantizes the result to int8.
+    """
     from vllm_ascend.ops.fused_moe import moe_mlp
 
     def kernel(*, x, weight, weight_scale, x_scale, group_list, **_):
@@ -120,7 +123,7 @@ def install_kernel_for_lists():
 
 
 def load(layer, slot, name, weight_YX):
-    """Put one expert's weight into its slot, quantised where the layer is."""
+    """Load one expert's weight into its slot, quantised if the layer is."""
     parameter = getattr(layer, name)
     if parameter.dtype == torch.int8:
         weight_YX, scale_Y = torch_npu.npu_dynamic_quant(weight_YX)
@@ -130,7 +133,7 @@ def load(layer, slot, name, weight_YX):
 
 
 def make_model(rank, quant_config):
-    """A model of MoE layers alone, loaded as a checkpoint would be."""
+    """Return a model that only has MoE layers, with weights loaded as from a checkpoint."""
     import vllm_ascend.ops.fused_moe.experts_selector as selector
     from vllm_ascend.device import device_op
     from vllm_ascend.ops.fused_moe import token_dispatcher
@@ -174,7 +177,7 @@ def make_model(rank, quant_config):
 
 
 def start_balancer(config, model):
-    """The parts that ``NPUModelRunner.__init__`` and ``eplb_warmup`` make and call, under the adapter's names."""
+    """Create and call the parts from ``NPUModelRunner.__init__`` and ``eplb_warmup``, under the adapter's names."""
     from vllm.config import set_current_vllm_config
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.eplb.adaptor.vllm_adaptor import VllmEplbAdaptor
@@ -204,7 +207,7 @@ def start_balancer(config, model):
 
 
 def forward(config, model, options, hidden_TH, logits_LTE):
-    """One forward pass of all layers, as the runner sets it up; the largest difference to ``dense``."""
+    """Run one forward pass of all layers as the runner sets it up. Return the largest difference from ``dense``."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType
@@ -233,7 +236,7 @@ def forward(config, model, options, hidden_TH, logits_LTE):
         for index, layer in enumerate(model.layers):
             out_TH = layer.forward_impl(hidden_TH.clone(), logits_LTE[index].clone())
             if comm == "ALLGATHER":
-                # The runner does this for the whole layer, shared experts included.
+                # The runner does this for the whole layer, including shared experts.
                 dist.all_reduce(out_TH)
             expected_TH = dense(index, hidden_TH, logits_LTE[index], multiply)
             worst = max(worst, float((out_TH - expected_TH).abs().max()))

@@ -1,8 +1,8 @@
-"""One rank that serves real ``AscendFusedMoE`` layers on CPU, balanced by the agent; run with the engine's own Python.
+"""One rank that serves real ``AscendFusedMoE`` layers on CPU, balanced by the agent. Runs with the engine's own Python.
 
 ``python vllm_ascend_rank.py RANK PORT CONFIG_FOLDER '{"comm": "MC2", "redundant": 2, "policy": 1, ...}'``
 
-The last line that it prints is what it found, as JSON.
+The last line of its output contains the results as JSON.
 """
 
 import json
@@ -29,7 +29,7 @@ from vllm_ascend_host import build, forward, start_balancer
 
 
 def kept_tensors(layer):
-    """What graphs have captured: table, counts, and each tensor of the experts."""
+    """Return the tensors that graphs have captured: the table, the counts, and each tensor of the experts."""
     from worker_agent.adapters.vllm_ascend.weights import NAMES
 
     kinds = [getattr(layer, name) for name in NAMES[layer.quant_type.name]]
@@ -43,7 +43,7 @@ def main(rank, port, config_folder, options):
     from worker_agent.adapters import compat
     from worker_agent.adapters.vllm_ascend.refusals import KNOWN
 
-    # Worker and runner need a device to be imported; ``test_known_functions.py`` reads their source.
+    # Worker and runner cannot be imported without a device, so ``test_known_functions.py`` reads their source instead.
     known = {
         target: one
         for target, one in KNOWN[options["release"]].items()
@@ -61,10 +61,11 @@ def main(rank, port, config_folder, options):
     draw, turns = torch.Generator().manual_seed(11), torch.Generator().manual_seed(12)
     bias_E = torch.tensor([3.0, 2.5] + [0.0] * (EXPERTS - 2))
     worst, steps = 0.0, 0
-    # All ranks switch at the same step, so all end here at the same one.
+    # All ranks switch at the same step, so they all leave the loop at the same step.
     while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
         if steps % 60 == 59:
-            # Any two: of neighbours one is even and one odd, so that one placement would serve them all.
+            # Choose any two experts. Two neighbours are always one even and one odd expert, so one placement would suit
+            # all pairs.
             bias_E = bias_E[torch.randperm(EXPERTS, generator=turns)]
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw)
         logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E

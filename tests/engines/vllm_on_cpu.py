@@ -1,6 +1,6 @@
-"""Lets real vLLM run expert parallelism with EPLB on CPU, for tests alone: an entry point ``vllm.general_plugins``.
+"""Make real vLLM run expert parallelism with EPLB on CPU, for tests only: an entry point ``vllm.general_plugins``.
 
-vLLM's CPU build refuses both in a few places; kernels, scheduler, workers, runners, routers and HTTP server stay real.
+vLLM's CPU build rejects both in a few places. Kernels, scheduler, workers, runners, routers and HTTP server stay real.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def register() -> None:
-    """Patch this process; vLLM calls it in each of its own."""
+    """Patch this process. vLLM calls this function in each of its processes."""
     _fork()
     _allow_eplb()
     _experts_follow_the_expert_map()
@@ -28,7 +28,10 @@ def register() -> None:
 
 
 def _fork() -> None:
-    """Processes begin as copies of their parent, as on accelerators by default: on CPU each would import all again."""
+    """Start processes by fork, the default on accelerators.
+
+    The CPU platform's default would import everything again.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -41,7 +44,7 @@ def _fork() -> None:
 
 
 def _allow_eplb() -> None:
-    """``ParallelConfig`` accepts EPLB on CUDA-like platforms only."""
+    """Allow EPLB on CPU, which ``ParallelConfig`` only accepts on CUDA-like platforms."""
     import vllm.config.parallel as parallel
 
     real = parallel.current_platform
@@ -57,7 +60,7 @@ def _allow_eplb() -> None:
 
 
 def _experts_follow_the_expert_map() -> None:
-    """The CPU kernel knows no ranks: physical ids become local slots, choices of other ranks weigh nothing."""
+    """Map physical ids to local slots and ignore choices of other ranks, because the CPU kernel does not know ranks."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
@@ -75,7 +78,8 @@ def _experts_follow_the_expert_map() -> None:
             call.arguments["topk_weights"], call.arguments["topk_ids"] = weights, ids
             call.arguments["expert_map"] = None
             if call.arguments.get("apply_router_weight_on_input"):
-                # Inputs are weighed already and weights not read: rows of other ranks' choices must be zero.
+                # The inputs are already weighted and the weights are not read, so the rows of other ranks' choices must
+                # be zero.
                 call.arguments["hidden_states"] = call.arguments["hidden_states"] * (weights != 0)
         return original(*call.args, **call.kwargs)
 
@@ -83,7 +87,7 @@ def _experts_follow_the_expert_map() -> None:
 
 
 def _local(expert_map, weights, ids):
-    """Weights and ids for a kernel that knows only this rank's slots."""
+    """Return the weights and ids for a kernel that only knows this rank's slots."""
     local = expert_map.to(ids.device)[ids.long()]
     return (
         torch.where(local >= 0, weights, torch.zeros_like(weights)).contiguous(),
@@ -92,7 +96,7 @@ def _local(expert_map, weights, ids):
 
 
 def _experts_of_023_follow_the_router() -> None:
-    """On CPU 0.23 routes inside its kernel; under expert parallelism its own steps are taken one by one instead."""
+    """Make 0.23 use the router under expert parallelism, although its CPU kernel routes internally."""
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -109,7 +113,7 @@ def _experts_of_023_follow_the_router() -> None:
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         weights, ids = _local(layer.expert_map, topk_weights, topk_ids)
-        # A row for each choice: the kernel without AVX-512 counts an expert that a row names twice only once.
+        # Use one row per choice, because the kernel without AVX-512 counts an expert only once if a row names it twice.
         choices = ids.shape[1]
         outputs = self.cpu_fused_moe.forward_method(
             layer,
@@ -126,7 +130,8 @@ def _experts_of_023_follow_the_router() -> None:
         gate, up = rows.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    # Without AVX-512 the kernel is plain torch, whose own SiLU asks in each pass for a configuration that is gone.
+    # Without AVX-512 the kernel is plain torch. Its own SiLU reads a configuration in each pass that no longer exists
+    # by then.
     cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = silu_and_mul
     UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: not self.moe.moe_parallel_config.use_ep)
     UnquantizedFusedMoEMethod.apply = apply
@@ -134,7 +139,7 @@ def _experts_of_023_follow_the_router() -> None:
 
 
 def _routers_map_and_record() -> None:
-    """What vLLM's Triton kernel does, in plain torch: on CPU it returns the ids unchanged."""
+    """Do the work of vLLM's Triton kernel in plain torch, because vLLM's CPU version returns the ids unchanged."""
     from vllm.model_executor.layers.fused_moe.router import base_router
 
     def map_and_record(
@@ -159,7 +164,7 @@ def _routers_map_and_record() -> None:
 
 
 def _runner_builds_eplb_state() -> None:
-    """``CPUModelRunner.load_model`` leaves out what ``GPUModelRunner.load_model`` does for EPLB."""
+    """Add the EPLB part of ``GPUModelRunner.load_model``, which ``CPUModelRunner.load_model`` omits."""
     from vllm.distributed.eplb.eplb_state import EplbState
     from vllm.model_executor.models import interfaces
     from vllm.v1.worker import cpu_model_runner
@@ -172,7 +177,7 @@ def _runner_builds_eplb_state() -> None:
             return
         with getattr(cpu_model_runner, "_torch_cuda_wrapper", contextlib.nullcontext)():
             self.eplb_state = EplbState(self.parallel_config, self.device)
-        # Release 0.23 finds the experts of models with images inline, and has no function for it.
+        # Release 0.23 finds the experts of multimodal models inline and has no function for it.
         find = getattr(interfaces, "get_mixture_of_experts_model", lambda model: model)
         self._moe_model = find(self.model)
         self.eplb_state.add_model(self._moe_model, self.model_config)
@@ -181,7 +186,7 @@ def _runner_builds_eplb_state() -> None:
 
 
 def _communicator_gathers_uneven_parts() -> None:
-    """Data parallel experts need ``all_gatherv`` and ``reduce_scatterv``, which the CPU communicator lacks."""
+    """Add ``all_gatherv`` and ``reduce_scatterv``, which data-parallel experts need, to the CPU communicator."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def all_gatherv(self, parts, dim=0, sizes=None):

@@ -1,4 +1,4 @@
-"""The TCP ports that this process listens on, and a stranger who knocks at them."""
+"""List the TCP ports that this process listens on, and connect to them as a stranger would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINKS = 64
 
 
 def listening() -> list[tuple[str, int]]:
-    """Host and port of every listener of this process, IPv4."""
+    """Return the host and port of every IPv4 listener of this process."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -28,7 +28,10 @@ def listening() -> list[tuple[str, int]]:
 
 
 def knock() -> tuple[int, int]:
-    """Noise, half a handshake, and links that say nothing, at every listener; how many took them, and how many none."""
+    """Open links that send noise, half a handshake or no bytes to every listener.
+
+    Return the number of listeners that accepted all of them, and the number that did not.
+    """
     closed, found = 0, listening()
     for address in found:
         with contextlib.ExitStack() as links:

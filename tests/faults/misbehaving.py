@@ -1,7 +1,7 @@
-"""Ranks that live through one fault after another: after each they must switch layers again, with no output changed.
+"""Ranks that survive one fault after another and must switch layers again after each, with unchanged outputs.
 
-All ranks run the same experiments in the same order. What happens to whom is in ``EXPERIMENTS``; ``live_through`` is
-what a test runs on its ranks.
+All ranks run the same experiments in the same order. ``EXPERIMENTS`` defines the faults of each rank, and a test runs
+``live_through`` on its ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _FEWEST_PASSES = 16
 
 
 class Host:
-    """One rank's model and agent, and a host that calls the agent more or less as it should.
+    """One rank's model and agent, and a host that may miss or repeat its calls to the agent.
 
-    ``misses`` are calls that it will not make, ``doubles`` those that it will make twice; ``ahead`` as for ``Passes``.
+    ``misses`` and ``doubles`` are the numbers of calls that the host will skip or make twice. ``ahead`` is the same as
+    for ``Passes``.
     """
 
     def __init__(self, history: Path, ahead: Sequence[int]) -> None:
@@ -50,7 +51,10 @@ class Host:
         self._longest = self._worst = 0.0
 
     def live_through(self, fault: Callable[[Host], None]) -> dict[str, Any]:
-        """Let it happen, and serve until layers are switched again; with how many, and its longest call in seconds."""
+        """Inject the fault and serve until layers are switched again.
+
+        Return the number of switches and the longest call in seconds, among other facts.
+        """
         began, epoch, fewest = time.monotonic(), self.agent.installed.epoch, _FEWEST_PASSES
         self._longest = self._worst = 0.0
         fault(self)
@@ -62,7 +66,7 @@ class Host:
             self._offer()
             self._call()
         self._passes.end()
-        # A rank that misses the last call would serve another epoch than the others until its next one.
+        # A rank that misses the last call would serve a different epoch from the other ranks until its next call.
         self.misses = self.doubles = 0
         switched = self.agent.installed.epoch - epoch
         return live.facts_so_far(self.agent, self._worst, switched=switched, longest=self._longest)
@@ -113,12 +117,12 @@ def _own(fault: str) -> Callable[[Host], None]:
 
 
 def _before_the_confirmation(do: Callable[[Host], None]) -> Callable[[Host], None]:
-    """Once, when the ranks are about to confirm that they are all at the boundary of a commit."""
+    """Run ``do`` once, just before the ranks confirm that they are all at the boundary of a commit."""
     return lambda host: live.before_next_call(Voter, "_all_are_at", lambda: do(host))
 
 
 def _in_the_install(do: Callable[[Host], None]) -> Callable[[Host], None]:
-    """Once, when the rank is about to install a layer."""
+    """Run ``do`` once, just before the rank installs a layer."""
     return lambda host: live.before_next_call(staging, "copy_into", lambda: do(host))
 
 
@@ -127,7 +131,7 @@ def _sleeps(seconds: float) -> Callable[[Host], None]:
 
 
 def _freezes(seconds: float) -> Callable[[Host], None]:
-    """All threads of the process stop, those that answer its peers as well."""
+    """Stop all threads of the process, including the ones that reply to its peers."""
     command = "kill -STOP {0}; sleep {1}; kill -CONT {0}"
 
     def freeze(_: Host) -> None:
@@ -138,7 +142,7 @@ def _freezes(seconds: float) -> Callable[[Host], None]:
 
 
 def _a_stranger_knocks(host: Host) -> None:
-    """Garbage, and well-formed questions and statements under another key, to every rank's socket."""
+    """Send garbage, and well-formed requests and statements signed with a different key, to every rank's socket."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for address in host.agent._switch._group.peers._addresses.values():
             for size in (0, 1, 32, 48, 1400, 60_000):
@@ -148,13 +152,16 @@ def _a_stranger_knocks(host: Host) -> None:
 
 
 def _a_stranger_connects(host: Host) -> None:
-    """Connect to every port that the process listens on: the model's accept links, those of votes and lane do not."""
+    """Connect to every port that the process listens on.
+
+    The model's ports accept the links; the vote and lane ports do not.
+    """
     here = Sample.now()
     assert {address for address, _ in listening()} == {"127.0.0.1"}, "where all ranks are on one node"
     lanes = host.agent._switch._lanes
     before = lanes._open
     _, closed = knock()
-    # Without a lane, as after a transfer that timed out on a busy machine, the votes' port is the only closed one.
+    # Only the vote port is closed if there is no lane, for example after a transfer that timed out on a busy machine.
     assert closed >= (2 if before is not None and lanes._open is before else 1)
     assert Sample.now().megabytes - here.megabytes < 32
 
@@ -202,7 +209,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
 
 
 def live_through_all(history: str, ahead: Sequence[int]) -> dict[str, Any]:
-    """Every experiment on these ranks, one after the other."""
+    """Run every experiment on these ranks, one after the other."""
     host = Host(Path(history), ahead)
     survived = {name: host.live_through(fault) for name, fault in EXPERIMENTS.items()}
     host.agent.drain("the test is over")

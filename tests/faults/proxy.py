@@ -1,4 +1,4 @@
-"""A TCP proxy between agents and their service that cuts, delays or swallows what passes."""
+"""A TCP proxy between agents and their service that cuts, delays or drops traffic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """Listens at ``address`` and passes everything on to ``target`` (host:port).
+    """Listens at ``address`` and forwards all traffic to ``target`` (host:port).
 
-    ``delay`` seconds are added to each piece that passes; while ``swallow`` is set nothing passes and nothing is said,
-    as where a firewall drops packets.
+    ``delay`` is the number of seconds added to each chunk. While ``swallow`` is set, all data is dropped silently, as a
+    firewall would do.
     """
 
     def __init__(self, target: str) -> None:
@@ -29,12 +29,12 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections, and break those that there are."""
+        """Stop accepting connections and close the existing ones."""
         self._listener.close()
         self.cut()
 
     def cut(self) -> None:
-        """Break every connection that there is; new ones are taken."""
+        """Close all existing connections but keep accepting new ones."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
         for one in sockets:

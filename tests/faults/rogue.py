@@ -1,4 +1,4 @@
-"""A service that says what a test wants, to the ranks that a test names, and keeps what they answer."""
+"""A service that sends arbitrary messages to chosen ranks and records their replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE = 180.0
 
 
 class RogueService(agent_pb2_grpc.AgentServiceServicer):
-    """Welcomes whoever says Hello, at leader term ``term``."""
+    """Welcomes every rank that sends a Hello, at leader term ``term``."""
 
     def __init__(self, ranks: int, term: int = 1) -> None:
         self.ranks = ranks
@@ -62,13 +62,13 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
             yield message
 
     def disconnect(self) -> None:
-        """End every stream; the ranks come back and say Hello again."""
+        """End every stream, so that the ranks reconnect and send another Hello."""
         self._hellos.clear()
         for said in self._say.values():
             said.put(None)
 
     def wait_for_hellos(self) -> DeployedLayout:
-        """What the ranks serve, once all have come."""
+        """Wait for a Hello from every rank and return the layout that the ranks serve."""
         deadline = time.monotonic() + _PATIENCE
         while len(self._hellos) < self.ranks:
             assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
@@ -76,19 +76,19 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         return DeployedLayout.assembled(dict(self._hellos))
 
     def plans(self, base: DeployedLayout, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
-        """For each rank a plan that shuffles ``layers``, as a true service would make it."""
+        """Return one plan per rank that shuffles ``layers``, in the form in which the real service would make it."""
         self._plan_id += 1
         updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
         plan = PlanTracker.of(self._plan_id, base, Plan(updates, ()))
         return [encode(plan.rank_plan(self.term, rank, range(self.ranks))) for rank in range(self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
-        """Each of ``ranks`` hears its own, or all where none is named."""
+        """Send each of ``ranks`` its own plan. Send to all ranks if ``ranks`` is empty."""
         for rank in ranks or range(self.ranks):
             self._say[rank].put(agent_pb2.ConnectResponse(plan=plans[rank]))
 
     def hear(self, state: int, times: int) -> list[tuple[int, agent_pb2.PlanStatus]]:
-        """The next ``times`` statuses of this state, by rank; others are thrown away."""
+        """Return the next ``times`` statuses with this state, each with its rank. Other statuses are dropped."""
         found: list[tuple[int, agent_pb2.PlanStatus]] = []
         deadline = time.monotonic() + _PATIENCE
         while len(found) < times:
@@ -108,7 +108,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
 
 
 def _shuffled(base: DeployedLayout, layer: int, seed: int) -> LayerPlan:
-    """Experts dealt again; those that stay on a rank keep their slot there."""
+    """Shuffle the experts. Experts that stay on a rank keep their slot there."""
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)
     new_RS = keep_staying_slots(old_RS, order[old_RS].astype(np.int32))

@@ -1,4 +1,4 @@
-"""A real service behind a proxy, and real ranks that serve until the scene ends."""
+"""A real service behind a proxy, with real ranks that serve until the scene ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from tests.ranks import run_ranks
 
 RANKS = 3
 PATIENCE = 180.0
-"""Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
+"""Longest wait for an event, in seconds.
+
+It is long because the machine may be busy, but a wait ends as soon as the event occurs.
+"""
 OFTEN = ("--window-steps=64", "--decision-interval=32", "--report-steps=8")
 FLAGS = (*OFTEN, "--heartbeat-seconds=0.2", "--cpu-share=100")
 
 
 class RankCrew:
-    """``ranks`` processes that serve towards ``address`` in the background."""
+    """``ranks`` processes that serve in the background, with their service at ``address``."""
 
     def __init__(
         self,
@@ -50,12 +53,12 @@ class RankCrew:
         self._thread.join()
 
     def ask(self, fault: str, *ranks: int) -> None:
-        """Have these ranks do it to themselves, each at its next step."""
+        """Have each of these ranks inject the fault into itself at its next step."""
         for rank in ranks or range(self._ranks):
             (self.folder / f"{rank}.{fault}").touch()
 
     def freeze(self, rank: int, seconds: float) -> None:
-        """Stop a rank's process for so long, and let it go on."""
+        """Stop a rank's process for ``seconds``, then resume it."""
         process = int((self.folder / f"pid-{rank}").read_text())
         os.kill(process, signal.SIGSTOP)
         try:
@@ -64,7 +67,7 @@ class RankCrew:
             os.kill(process, signal.SIGCONT)
 
     def stop(self) -> list[Facts]:
-        """End them; what each saw. Raises what made one fail."""
+        """Stop the ranks and return the facts of each. Raises the exception of a rank that failed."""
         (self.folder / "stop").touch()
         self._thread.join()
         if self._failure is not None:
@@ -72,7 +75,10 @@ class RankCrew:
         return self._facts
 
     def end_well(self) -> list[Facts]:
-        """End them; what each saw, which must be a served model and balancing that still goes on."""
+        """Stop the ranks and return the facts of each.
+
+        Check that they served correctly and that balancing still runs.
+        """
         facts = self.stop()
         check_served(facts, self.folder)
         assert [fact.halted for fact in facts] == [None] * self._ranks
@@ -86,7 +92,7 @@ class RankCrew:
 
 
 class Scene(RankCrew):
-    """Service, proxy and ranks; ``store`` keeps the service's state over restarts."""
+    """Service, proxy and ranks. With ``store``, the service's state survives restarts."""
 
     def __init__(self, folder: Path, *, store: bool = True, **changes: Any) -> None:
         kept = ("--store", str(folder / "state.sqlite3") if store else ":memory:")
@@ -107,16 +113,16 @@ class Scene(RankCrew):
 
     @property
     def epoch(self) -> int:
-        """What the service believes that is served."""
+        """The epoch that the service believes the ranks serve."""
         return self.service.status().status.epoch
 
     def wait_for_switches(self, more: int = 1) -> None:
-        """Until the deployment's epoch has grown by ``more``."""
+        """Wait until the deployment's epoch has grown by ``more``."""
         goal = self.epoch + more
         self.service.wait_until(lambda status: status.status.epoch >= goal, PATIENCE)
 
     def wait_for_rest(self) -> int:
-        """Until the deployment's epoch has not grown for seconds; the epoch then."""
+        """Wait until the deployment's epoch has not changed for several seconds, and return it."""
         deadline, epoch = time.monotonic() + PATIENCE, -1
         while (now := self.epoch) != epoch:
             assert time.monotonic() < deadline, "layers are switched on and on"
@@ -125,19 +131,22 @@ class Scene(RankCrew):
         return epoch
 
     def wait_for_problem(self, text: str) -> None:
-        """Until the operator sees something that says ``text``."""
+        """Wait until the operator sees a problem that contains ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), PATIENCE)
 
     def wait_for_word(self, *texts: str) -> None:
-        """Until the service's log says one of these: a later plan soon hides a problem in its status."""
+        """Wait until the service's log contains one of these texts.
+
+        The log is used because a later plan soon hides a problem in the status.
+        """
         self.service.wait_until(
             lambda _: any(text in self.service.log.read_text() for text in texts), PATIENCE
         )
 
     def wait_for_metric(self, name: str, least: float, **labels: str) -> None:
-        """Until /metrics shows at least this much: it follows what happens, a moment later."""
+        """Wait until the metric is at least this high, because /metrics lags slightly behind the events."""
         self.service.wait_until(lambda _: self.service.metric(name, **labels) >= least, PATIENCE)
 
     def wait_for_ranks(self) -> None:
-        """Until every rank's stream is alive."""
+        """Wait until every rank's stream is connected."""
         self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, PATIENCE)

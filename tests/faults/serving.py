@@ -1,6 +1,6 @@
-"""Ranks that serve drifting heat beside a never-balanced twin, and do to themselves what a test asks for.
+"""Ranks that serve drifting heat beside a never-balanced twin, and inject faults into themselves on request.
 
-A test asks by leaving a file ``RANK.FAULT`` in the scene's folder; each rank looks there at every step.
+A test requests a fault with a file ``RANK.FAULT`` in the scene's folder. Each rank checks for one at every step.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ from worker_agent.swap.lane import Deadline, Lane, Parcel
 LAYERS = 2
 STEP_SECONDS = 0.003
 HOT_SECONDS, CALM_SECONDS = 1.5, 15.0
-"""For which an expert is the hottest; and once there is a file ``calm``, since slow hosts' moves must pay as well."""
-# Seconds: a busy machine may hold a step up, but by far not to the shortest deadline of a vote.
+"""Time for which an expert stays the hottest.
+
+The longer time is used once a file ``calm`` exists, so that the moves of slow hosts also pay off.
+"""
+# Seconds. A busy machine may delay a step, but by far less than the shortest vote deadline.
 LONGEST_STEP = 20.0
 TOKENS = 12
 _SAMPLE_STEPS = 200
 AHEAD = (1, 3, 6)
-"""Passes that hosts which run ahead are ahead of their devices at most, by rank."""
+"""Maximum number of passes by which each rank's host may run ahead of its device."""
 
 CALLS = {"miss-call": 0, "double-call": 2}
-"""How often a host that is asked for this calls its agent after the next forward pass."""
+"""Number of agent calls that a host with this fault makes after the next forward pass."""
 
 
 @dataclass(frozen=True)
 class Manners:
     """How hosts start and end.
 
-    Each rank's first forward pass comes ``late`` seconds after the agents have met. All drain, then close; or each
-    closes after its seconds of ``exits``, whatever is under way. Hosts are so many passes ``ahead`` of their devices.
+    Each rank's first forward pass starts ``late`` seconds after the agents have met. All ranks drain and then close,
+    unless ``exits`` is given: each rank then closes after its own number of seconds, even while a plan is in progress.
+    Hosts run ``ahead`` of their devices by that number of passes.
     """
 
     late: Sequence[float] = ()
@@ -58,7 +62,7 @@ WELL_BEHAVED = Manners()
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank's process held at a step: resident memory, file descriptors and threads."""
+    """Resources of a rank's process at a step: resident memory, file descriptors and threads."""
 
     megabytes: float
     files: int
@@ -73,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank saw."""
+    """Facts recorded by one rank."""
 
     worst: float
     longest_step: float
@@ -87,7 +91,7 @@ class Facts:
 
 
 def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners = WELL_BEHAVED) -> Facts:
-    """Serve until the file ``stop`` appears; ranks agree on the end by a collective."""
+    """Serve until the file ``stop`` appears. The ranks agree on the end with a collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     group = dist.new_group(backend="gloo")
@@ -110,7 +114,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     while more:
         hot_seconds = CALM_SECONDS if (Path(folder) / "calm").exists() else HOT_SECONDS
         hot = int((time.monotonic() - began) / hot_seconds) % live.EXPERTS
-        # A rank with no tokens takes part like any other.
+        # A rank without tokens takes part as well.
         tokens = 0 if rank == 0 and steps % 5 == 0 else TOKENS
         other_T = generator.integers(1, live.EXPERTS, size=tokens)
         ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
@@ -139,7 +143,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
 
 
 def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
-    """How often the agent is called now, once its rank has done to itself what it is asked to."""
+    """Inject the requested faults into this rank and return the number of agent calls to make now."""
     calls = 1
     for asked in Path(folder).glob(f"{rank}.*"):
         fault = asked.suffix[1:]
@@ -152,7 +156,7 @@ def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
 
 
 def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST_STEP) -> None:
-    """What must hold after every fault: right outputs, one placement, no step that waited, a history without a flaw."""
+    """Check for correct outputs, one placement, no delayed step, and a consistent history after every fault."""
     assert max(fact.worst for fact in facts) < 1e-5
     assert len({(fact.epoch, fact.digest) for fact in facts}) == 1
     assert all(fact.same_addresses for fact in facts)
@@ -166,7 +170,7 @@ def tensor_addresses(layers: list[Any]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-# Faults that a rank does to itself
+# Faults that a rank injects into itself
 
 
 def _stall_next_transfer(agent: Agent) -> None:
@@ -197,14 +201,14 @@ def _corrupt_next_transfer(agent: Agent) -> None:
 
 
 def _die(thread: threading.Thread) -> None:
-    """End a thread as a defect would that no handler catches."""
+    """End a thread as an unhandled bug would."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
 def _kill_transfer_thread(agent: Agent) -> None:
     transfers = agent._switch.transfers
     _die(transfers._thread)
-    # The exception is raised when the thread next runs Python: give it something to wake for.
+    # The exception is raised when the thread next runs Python, so give it a job to wake up for.
     transfers._jobs.put(None)
 
 
@@ -216,7 +220,7 @@ def _kill_stream_thread(agent: Agent) -> None:
 
 
 def _break_heat_at_a_commit(agent: Agent) -> None:
-    """At the next commit this rank cannot copy its heat."""
+    """Make this rank fail to copy its heat at the next commit."""
 
     def fail() -> None:
         raise OSError("the heat cannot be cut")
@@ -228,7 +232,7 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
 
 
 def _stall(agent: Agent) -> None:
-    """Sleep past the votes' deadline where the others have cast their ballots."""
+    """Sleep past the vote deadline once the other ranks have cast their ballots."""
     vote = agent._switch.vote
     votes = agent._switch.votes
     settings = votes._settings

@@ -1,11 +1,11 @@
-"""Serves for minutes under random faults, then proves from the recorded histories that no promise was broken.
+"""Serve for minutes under random faults, then check the recorded histories for violated guarantees.
 
-Half the time one group of ranks serves, whose hosts run ahead of their devices; its memory and file descriptors must
-stay flat. After it come groups of a minute that start late and leave in any order, most of them ahead as well. Every
-output is compared with that of a layer that is never switched.
+For half of the time, one group of ranks serves with hosts that run ahead of their devices. Its memory and file
+descriptors must not grow. Groups of a minute each follow. They start late and leave in any order, and most of their
+hosts run ahead as well. Every output is compared with the output of a layer that is never switched.
 
-``python -m tests.faults.soak [--seconds 600] [--seed N]``, or ``make soak``. The seed is printed: the same one asks for
-the same faults in the same order. Exit code 1 where anything was broken.
+Run ``python -m tests.faults.soak [--seconds 600] [--seed N]`` or ``make soak``. The seed is printed; the same seed
+requests the same faults in the same order. The exit code is 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ from tests.faults.scene import PATIENCE, RANKS, Scene
 from tests.faults.serving import AHEAD, Facts, Manners, check_served
 
 LONGEST_STEP = 60.0
-"""Seconds: a rank that sleeps or is frozen holds the others' votes up as it holds up the model; nothing more does."""
+"""Longest allowed step in seconds. A rank that sleeps or is frozen delays votes as much as it delays the model.
+
+No other fault may delay a step.
+"""
 KINDS = ("vote", "transfer", "commit", "abort")
 SHORT_ROUND = 60.0
 VOTE_TIMEOUT = 5.0
 MORE_MEGABYTES, MORE_FILES, MORE_THREADS = 40.0, 24, 12
-"""What the last quarter of a long round may hold more than the second, by median: links that are just being closed."""
+"""Allowed growth of the medians from the second to the last quarter of a long round.
+
+It leaves room for links that are just being closed.
+"""
 
 
 def cut_streams(scene: Scene, random_: random.Random) -> None:
@@ -96,7 +102,7 @@ def _known(scene: Scene) -> str:
 def serve_round(
     folder: Path, seconds: float, random_: random.Random, manners: Manners
 ) -> tuple[Counter[str], list[Facts]]:
-    """Serve with a fault every few seconds; what was done, and what the ranks saw."""
+    """Serve with a fault every few seconds. Return the injected faults and the facts of the ranks."""
     done: Counter[str] = Counter()
     with Scene(
         folder,
@@ -130,7 +136,7 @@ def serve_round(
 
 
 def check_flat(facts: list[Facts]) -> None:
-    """No rank holds more memory, files or threads in the last quarter than in the second."""
+    """Check that no rank uses more memory, files or threads in the last quarter than in the second."""
     for rank, fact in enumerate(facts):
         quarter = len(fact.samples) // 4
         if not quarter:
@@ -143,7 +149,7 @@ def check_flat(facts: list[Facts]) -> None:
 
 
 def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[list[Facts]]]:
-    """All rounds; what was done, and what the ranks of each saw."""
+    """Run all rounds. Return the injected faults and the ranks' facts of each round."""
     random_ = random.Random(seed)
     done: Counter[str] = Counter()
     rounds: list[list[Facts]] = []
@@ -166,7 +172,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[li
 
 
 def main() -> None:
-    """Run, check, and say what was seen."""
+    """Run the soak test, check the results, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="how long to serve (600)")
     parser.add_argument("--seed", type=int, default=None, help="draws the faults (by default from the clock)")

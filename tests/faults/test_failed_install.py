@@ -1,4 +1,4 @@
-"""A rank that cannot install what was voted in serves no more, nor do the others: all learn it before the next pass."""
+"""Tests that all ranks stop before the next pass if one rank cannot install a committed layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ RANKS = 3
 
 
 def _serve(how: str) -> tuple[str, int, float]:
-    """Rank 1 cannot install; each rank's error, the passes that it has made by then, and how long the last took."""
+    """Make the install on rank 1 fail.
+
+    Return each rank's error, its number of passes so far, and the duration of the last pass.
+    """
     agent, layers, still = live.start(1)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.005)
     passes, began = 0, 0.0
@@ -46,7 +49,7 @@ def _serve(how: str) -> tuple[str, int, float]:
     took = time.monotonic() - began
     with pytest.raises(FatalSwitchError):
         agent.step()
-    # The last rank to know must still find the others there.
+    # The last rank to learn of the failure must still find the other ranks running.
     dist.barrier()
     return str(fatal.value), passes, took
 
@@ -65,7 +68,7 @@ def test_an_install_that_fails_on_one_rank_is_fatal_on_every_rank_at_once(how: s
 
 
 def _installs_a_damaged_expert() -> None:
-    """A bit flips on rank 1 between the check of what arrived and its install."""
+    """Flip a bit on rank 1 between the check of the received experts and their install."""
     agent, layers, still = live.start(1)
     copy_into = staging.copy_into
 
@@ -79,7 +82,7 @@ def _installs_a_damaged_expert() -> None:
 
 
 def test_an_expert_that_is_damaged_in_its_install_is_fatal() -> None:
-    """The others are in a pass with it by then: the model's own collectives end with its process."""
+    """The other ranks are in a pass with it by then, so the model's own collectives end with its process."""
     with pytest.raises(
         RankFailure, match=r"FatalSwitchError: rank 1: layer 0: the expert in slot \d .* its sender computed"
     ):

@@ -1,4 +1,4 @@
-"""Of two services one leads; when it crashes or is stopped for an upgrade the other does, and no placement is lost."""
+"""Tests that the second service takes over after a crash or an upgrade of the first without losing a placement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.e2e.service import Service, free_address
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 _FAILOVER_SECONDS = 60.0
-"""Bound for a machine many times slower than one that takes two."""
+"""Upper bound for a machine many times slower than one that fails over in two seconds."""
 
 
 def serving(folder: Path, name: str, address: str) -> Service:
-    """A real service, leading or standing by, that shares the folder's lease and store with others."""
+    """Return a real service, leading or standing by, that shares the folder's lease and store with other services."""
     (folder / name).mkdir()
     shared = ("--store", f"{folder}/store.sqlite3", "--lease", f"file:{folder}/lease")
     often = ["--decision-interval", "32", "--window-steps", "32", "--threads", "1", "--cpu-share", "100"]
@@ -37,7 +37,7 @@ def wait_for_standby(service: Service) -> None:
 
 
 async def rejoined(group: FakeGroup) -> list[agent_pb2.Welcome]:
-    """All ranks say Hello with what they serve, as often as it takes."""
+    """Have all ranks send a Hello with their layout, and retry until a service accepts it."""
     deadline = time.monotonic() + _FAILOVER_SECONDS
     while True:
         try:
@@ -49,7 +49,7 @@ async def rejoined(group: FakeGroup) -> list[agent_pb2.Welcome]:
 
 
 async def check_placement(group: FakeGroup) -> None:
-    """What the ranks have said last may be on its way."""
+    """Wait for the ranks' last reports to arrive, then compare the placements."""
     ask, status = operator_pb2_grpc.OperatorServiceStub(group.channel).GetStatus, None
     while not status or status.agents_connected < len(group.ranks) or status.epoch < group.live.epoch:
         await asyncio.sleep(0.05)
@@ -82,7 +82,7 @@ async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path
             after_upgrade = (await rejoined(group))[0].leader_term
             assert after_upgrade > after_crash
             await check_placement(group)
-            # It decides as ever: the plan after the change of leaders is carried out.
+            # The service decides as before: the plan after the change of leaders is carried out.
             for number in range(4):
                 await group.send_heat(skewed_heat(8, seed=50 + number)[:, :, ::-1].copy())
             epoch = group.live.epoch

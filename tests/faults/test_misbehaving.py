@@ -1,4 +1,4 @@
-"""Hosts, links and ranks misbehave for a while: no output changes, nobody dies, and layers are switched again."""
+"""Tests that outputs do not change, no rank ends, and layers switch again after hosts, links or ranks misbehave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
 RANKS = 3
-# Seconds: what a rank waits for in one call is at most a frozen peer, or the votes' deadline; and a busy machine.
+# Seconds. One call waits at most for a frozen peer or for the vote deadline; the rest allows for a busy machine.
 LONGEST_CALL = 30.0
 
 
@@ -24,7 +24,7 @@ LONGEST_CALL = 30.0
 def survived(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Any]]:
-    """One start of the ranks for all experiments: where their histories are, and what each saw."""
+    """Start the ranks once for all experiments. Return the folder of their histories and each rank's results."""
     history = tmp_path_factory.mktemp("history")
     return history, run_ranks(RANKS, live_through_all, str(history), request.param, deadline=1400)
 

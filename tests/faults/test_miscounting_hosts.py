@@ -1,4 +1,4 @@
-"""Hosts that count wrongly: ranks whose counts differ agree on one; a count that hangs costs seconds, no output."""
+"""Tests of hosts that miscount: ranks with different counts agree on one, and a stuck count only costs seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MISCOUNTS = {
     "counts that begin again": (40, -40, -40),
     "a count of one rank that begins again": (40, 0, -40),
 }
-"""Call before which the count of forward passes becomes another, and how much higher on each rank."""
+"""Agent call before which each fault changes the count of forward passes, and the change on each rank."""
 
 
 def _serve(fault: str, epoch: int) -> dict[str, Any]:
-    """Rank 1 miscounts; every rank is offered one plan after another."""
+    """Serve while the counts of some ranks are wrong, and offer one plan after another to every rank."""
     vote_module._SUSPICION_SECONDS = 0.5
     reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1, commit_timeout_seconds=0.5)

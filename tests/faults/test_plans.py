@@ -1,4 +1,4 @@
-"""Whatever a service says, to whomever, in whatever order: no wrong token, and every refusal names its reason."""
+"""Tests that no plan from a service can corrupt a token, and that rejections state a reason."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_oversized_plan_ends_the_stream_and_the_ranks_come_back(tmp_path: Pat
 
 @pytest.mark.faults
 def test_a_plan_replaced_at_every_moment_leaves_one_placement(tmp_path: Path) -> None:
-    """A service that changes its mind all the time: sometimes a plan gets through, never half of one."""
+    """The service replaces its plan continually. Some plans are carried out, but never partially."""
     with (
         RogueService(RANKS) as service,
         RankCrew(tmp_path, service.address, offer_deadline_steps=8, bytes_per_step=2000) as crew,

@@ -1,4 +1,7 @@
-"""A rank's own threads, links and memory fail: balancing may stop, and says so; the model does not."""
+"""Tests that the model keeps serving when a rank's threads, links or memory fail.
+
+Balancing may stop, but then it reports the reason.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ def test_a_stream_or_votes_that_end_are_begun_again_and_sleep_holds_nothing_up(
             time.sleep(2.0 / len(ranks))
         scene.wait_for_ranks()
         scene.wait_for_switches(2)
-        # Steps are far below the timeout: broken links are seen, not waited for.
+        # Steps take far less than the timeout, so the ranks detect broken links instead of waiting for them.
         scene.end_well()
 
 
-# At a commit the layer is voted in: other ranks route to it whatever breaks here.
+# The layer has been voted in at a commit, so other ranks route to it even if this rank fails.
 @pytest.mark.parametrize("fault", ["kill-transfer-thread", "break-heat-at-a-commit"])
 def test_an_agent_that_fails_takes_part_again(fault: str, tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:

@@ -1,4 +1,4 @@
-"""The service dies, freezes, forgets or is cut off at any moment: ranks serve on, and all converge when it is back."""
+"""Tests that ranks keep serving without the service and converge once it is back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# Slow enough that a plan is under way for a while.
+# Slow enough that a plan stays in progress for a while.
 SLOWLY = {"bytes_per_step": 3000}
 
 
 def _disturbed(folder: Path, moment: str, disturb: Callable[[Scene], None], *, store: bool = True) -> None:
-    """The service is disturbed while idle or while a plan is under way, and is back with what the ranks serve."""
+    """Disturb the service while it is idle or a plan is in progress, and check that it recovers the ranks' layout."""
     with Scene(folder, store=store, **SLOWLY) as scene:
         scene.wait_for_switches()
         under_way = moment != "idle"
@@ -57,7 +57,7 @@ def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
         scene.wait_for_switches()
         scene.proxy.delay = 0.0
         scene.proxy.swallow = True
-        # The service takes silence for loss; the ranks serve on.
+        # The service treats silence as a lost connection, while the ranks keep serving.
         scene.service.wait_until(lambda status: status.status.agents_connected == 0)
         scene.wait_for_problem("missing ranks")
         scene.proxy.swallow = False
@@ -73,7 +73,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
         store = tmp_path / "state.sqlite3"
         scene.service.kill()
         with sqlite3.connect(store) as database:
-            # As a service has it whose clock says 2106.
+            # As if the service had run with its clock set to the year 2106.
             database.execute("UPDATE service SET leader_term = ?", (1 << 52,))
         database.close()
         scene.service.start()
@@ -84,7 +84,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
         scene.service.start()
         scene.wait_for_ranks()
         scene.wait_for_problem("is older than")
-        # What was under way before is still completed.
+        # The plan that was in progress is still completed.
         before = scene.wait_for_rest()
         time.sleep(2)
         assert scene.epoch == before

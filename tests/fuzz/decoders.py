@@ -1,4 +1,4 @@
-"""Every decoder that reads what others wrote, by name: how it is called, with good bytes, and what it may raise."""
+"""Every decoder of untrusted input by name, with its call, valid inputs, and the errors that it may raise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EDITS = st.lists(
 
 
 def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
-    """Valid bytes, damaged as a bad link or a bad program would."""
+    """Return the valid bytes with damage that a bad link or program could cause."""
     changed = bytearray(data)
     for kind, where, piece in edits:
         at = where % (len(changed) + 1)
@@ -69,7 +69,10 @@ def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
 
 
 class Decoder(NamedTuple):
-    """``seeds`` are read without an error; ``read`` may raise ``clear`` errors with a message and no others."""
+    """A decoder under test.
+
+    It accepts ``seeds`` without an error, and may only raise ``clear`` errors that have a message.
+    """
 
     seeds: Callable[[], list[bytes]]
     read: Callable[[bytes], object]
@@ -77,10 +80,11 @@ class Decoder(NamedTuple):
 
 
 def outcome_of(decoder: Decoder, data: bytes) -> str:
-    """Return what was wrong, "" where nothing was; any other error, or one without a message, is a defect.
+    """Return the error message, or "" if there was no error.
 
-    So is a warning, but for two of numpy's that a damaged header may draw: a type's old name, which Python hides from
-    users, and numbers as Python 2 wrote them.
+    Any other error, and an error without a message, is a bug. A warning is a bug as well, except for two numpy warnings
+    that a damaged header can cause: the deprecated name of a type, which Python hides from users, and Python 2 number
+    syntax.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -120,7 +124,7 @@ def report_seeds() -> list[bytes]:
 
 
 def hear(data: bytes) -> None:
-    """Reports about plans and heartbeats reach a deployment that has offered a plan."""
+    """Deliver plan reports and heartbeats to a deployment that has offered a plan."""
     message = agent_pb2.ConnectRequest.FromString(data)
     story = Story()
     story.joins()
@@ -140,7 +144,7 @@ def read_ballot(data: bytes) -> object:
 
 @cache
 def _folder() -> Path:
-    """Where inputs are written for readers of files; forgotten with the process."""
+    """Return the folder for the inputs of file readers, which is removed when the process ends."""
     place = tempfile.TemporaryDirectory(prefix="eplb-fuzz-")
     _kept.append(place)
     return Path(place.name)
@@ -154,7 +158,7 @@ def _file(name: str, data: bytes) -> Path:
 
 
 def trace_files() -> list[bytes]:
-    """Arrays, a table, and what vLLM, Megatron and a client of SGLang append, line by line."""
+    """Return arrays, a table, and the lines that vLLM, Megatron and a SGLang client append."""
     import torch
 
     heat_TLE = np.arange(24).reshape(4, 2, 3)
@@ -190,14 +194,14 @@ def placements() -> list[bytes]:
 
 
 def read_placement_bytes(data: bytes) -> object:
-    """The first eight bytes name the file: its name says its format."""
+    """Read a placement file. The first eight bytes are its name, whose suffix determines the format."""
     suffix = {b"j": ".json", b"y": ".yaml", b"p": ".pt", b"l": ".jsonl"}.get(data[4:5], ".npz")
     return read_placement(_file(f"placement{suffix}", data[8:]), EXPERTS, RANKS)
 
 
 @cache
 def _native() -> Path:
-    """A native trace, of which one file is replaced at a time."""
+    """Return a native trace in which one file is replaced at a time."""
     path = _folder() / "native.eplb-trace"
     with TraceWriter(path, TraceFacts(origin="fuzz"), 2, 3) as writer:
         writer.append(np.arange(24).reshape(4, 2, 3))
@@ -209,7 +213,7 @@ def native_files() -> list[bytes]:
 
 
 def read_native(data: bytes) -> None:
-    """The first byte says which file is replaced by the rest."""
+    """Replace one file of the native trace. The first byte selects the file, and the rest is its content."""
     path = _native() / _NATIVE_FILES[data[0] % len(_NATIVE_FILES) if data else 0]
     before = path.read_bytes()
     try:
@@ -290,7 +294,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "trace file": Decoder(
         trace_files,
-        # Only what a client of SGLang appends needs the number of choices; other formats refuse it.
+        # Only the lines of a SGLang client need the number of choices. The other formats reject it.
         lambda data: read_heat(_file("trace", data), ReadAs(top_k=1 if b"meta_info" in data else None)),
         (HeatError,),
     ),

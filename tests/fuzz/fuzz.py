@@ -1,7 +1,8 @@
-"""Fuzzes every decoder, guided by coverage: ``make fuzz`` or ``python -m tests.fuzz.fuzz [--seconds 60] [--seed N]``.
+"""Fuzz every decoder, guided by coverage: ``make fuzz`` or ``python -m tests.fuzz.fuzz [--seconds 60] [--seed N]``.
 
-atheris is in a virtual environment of its own, ``.venv-fuzz``, made here at the first call. Time and memory are
-bounded; the seed is printed. What breaks a decoder is kept in ``fuzz-findings/`` with the command that shows it again.
+atheris is installed in a separate virtual environment, ``.venv-fuzz``, which the first call creates. Time and memory
+are bounded, and the seed is printed. Inputs that break a decoder are stored in ``fuzz-findings/`` with the command that
+reproduces the failure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_MEGABYTES = 2048
 
 
 def main() -> None:
-    """Exit code 1 where a decoder was broken, 2 where there is no atheris."""
+    """Fuzz the decoders. The exit code is 1 if a decoder was broken, and 2 if atheris is not available."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=20, help="for each decoder (20)")
     parser.add_argument("--seed", type=int, help="of the inputs (by default from the clock)")
@@ -53,7 +54,10 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """An environment with atheris that finds everything else in this one; exit code 2 where there is none."""
+    """Create an environment with atheris that also finds this environment's packages.
+
+    Exit with code 2 if that fails.
+    """
     if PYTHON.exists() and not subprocess.run([PYTHON, "-c", "import atheris"], check=False).returncode:
         return
     print(f"making {HOME.name} with {ATHERIS}", flush=True)
@@ -68,13 +72,13 @@ def prepare() -> None:
 
 
 def run(name: str, *options: str) -> int:
-    """Run one decoder under atheris; returns its exit code."""
+    """Run one decoder under atheris and return its exit code."""
     command = [str(PYTHON), "-m", "tests.fuzz.guided", name, *options]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def fuzz(name: str, seconds: int, seed: int) -> bool:
-    """Fuzz one decoder, and print the command that shows again what broke it; whether anything did."""
+    """Fuzz one decoder and return whether an input broke it. Print the command that reproduces the failure."""
     place = FINDINGS / name.replace(" ", "-")
     place.mkdir(parents=True, exist_ok=True)
     print(f"{name}:", flush=True)

@@ -1,4 +1,4 @@
-"""One decoder under atheris: inputs grow towards code that has not been reached yet. Started by ``tests.fuzz.fuzz``.
+"""Run one decoder under atheris, with inputs that grow towards uncovered code. Started by ``tests.fuzz.fuzz``.
 
 ``python -m tests.fuzz.guided DECODER LIBFUZZER_OPTIONS CORPUS``, in an environment that has atheris.
 """
@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["eplb_core", "eplb_lab", "eplb_service"
 
 
 def main() -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Run the fuzzer. This function never returns, because libFuzzer ends the process."""
     decoder = DECODERS[sys.argv[1]]
     warnings.simplefilter("error")
     atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: outcome_of(decoder, data) and None)

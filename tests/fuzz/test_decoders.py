@@ -1,4 +1,4 @@
-"""Bytes from anywhere end in a message or in one clear error, and never take more memory than the wire's bound."""
+"""Tests that arbitrary bytes decode to a message or raise one clear error, within the wire format's memory bound."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_damaged_bytes_and_noise_end_in_one_clear_error(
 
 
 def test_a_small_message_cannot_take_much_memory() -> None:
-    """What it claims to hold is not made room for."""
+    """The decoder does not allocate memory for the size that a message claims."""
     claims = tensor_pb2.PackedArray(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1 << 31, 5], data=b"x")
     tracemalloc.start()
     with pytest.raises(WireError):

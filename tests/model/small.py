@@ -1,4 +1,4 @@
-"""A small model with random weights, on disk, and what it says when it is run without any parallelism."""
+"""A small model with random weights on disk, and its outputs without any parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that transformers wrote must give transformers' logits, wherever its experts are."""
+"""Tests that a checkpoint written by transformers gives the same logits as transformers, for any placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def placement(ranks: int, seed: int = 0) -> Placement:
-    """Two MoE layers of eight experts with a replica for each rank, shuffled."""
+    """Return a shuffled placement of two MoE layers with eight experts and one replica for each rank."""
     rng = np.random.default_rng(seed)
     linear = Placement.linear(2, 8, ranks, 8 // ranks + (ranks > 1)).phy2log_LRS
     return Placement(np.ascontiguousarray(rng.permuted(linear, axis=2)), 8)
@@ -36,7 +36,10 @@ def placement(ranks: int, seed: int = 0) -> Placement:
 def test_logits_are_those_of_transformers(
     name: str, dispatcher: str, tensor_parallel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of two groups of ranks with requests of their own; ranks of a group share them, and what they dispatch."""
+    """Compare logits on two groups of ranks with separate requests.
+
+    The ranks of a group share requests and dispatched tokens.
+    """
     folder = write_checkpoint(tmp_path, name)
     tokens_BT = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -45,7 +48,8 @@ def test_logits_are_those_of_transformers(
     with torch.no_grad():
         expected_BTV = theirs(tokens_BT).logits
 
-    # transformers changes torch's default dtype while it makes a model; real ranks are processes.
+    # transformers changes torch's default dtype while it creates a model, so these ranks, which are threads, take
+    # turns. Real ranks are processes.
     auto, making, made = (
         transformers.AutoModelForCausalLM,
         threading.Lock(),

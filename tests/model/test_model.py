@@ -1,4 +1,7 @@
-"""Training, decoding with a cache and serving expert-parallel are one function of the bytes; checkpoints are whole."""
+"""Tests that training, cached decoding and expert-parallel serving compute the same function.
+
+Also tests that checkpoints are complete.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +80,9 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
         lambda group, *of, **where: asked.append(of) or ask(group, *of, **where),
     )
     weights = Checkpoint(write_small_model(tmp_path / "small"))
-    # One more on the first rank.
+    # One more row on the first rank.
     tokens_BT = _tokens(ROWS + 1, 6)
-    # Grouped experts have no replicas, and a group on each rank.
+    # Grouped experts have no replicas, and each rank has one group.
     slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
     alone, _ = expert_parallel(
         weights,
@@ -114,7 +117,10 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
 def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
     dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all-to-all ranks do not ask each other, and without the length they would take rounds for thousands."""
+    """With all-to-all, ranks do not exchange their sizes.
+
+    Without the length they would run the rounds of thousands of choices.
+    """
     sizes: set[int] = set()
     rounds_for = stepwise.rounds_for
     monkeypatch.setattr(stepwise, "rounds_for", lambda choices: sizes.add(choices) or rounds_for(choices))
@@ -128,7 +134,7 @@ def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
         _decoded(model, _tokens(3 + group.rank, 2))
 
     run_simulated(2, serve)
-    # Two ranks of four rows, or of two in each half, with two choices each.
+    # Two ranks of four rows, or of two rows in each half, with two choices each.
     assert sizes == {2 * 2 * 2 if dual_batch else 2 * 4 * 2}
 
 
@@ -167,7 +173,7 @@ LENGTH = 20
 
 
 class OneQuestion(Traffic):
-    """Asks the same in every row, for ever."""
+    """Sends the same request in every row, forever."""
 
     def request(self, step: int, row: int) -> tuple[str, bytes]:
         return "sql", b"SELECT"

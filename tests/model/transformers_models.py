@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, as it writes them."""
+"""Tiny transformers models with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def write_checkpoint(folder: Path, name: str, **more: Any) -> Path:
-    """Random weights, in as many files as they come."""
+    """Write random weights to one or several files, as transformers splits them."""
     transformers = pytest.importorskip("transformers")
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**(SIZES | sizes | more))
@@ -49,7 +49,7 @@ def write_checkpoint(folder: Path, name: str, **more: Any) -> Path:
         torch.manual_seed(3)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for gate in (block.mlp.gate for block in model.model.layers if hasattr(block.mlp, "gate")):
-            # Routers begin with zeros, by which every token would tie.
+            # Router weights are initialised to zero, so all experts would tie for every token.
             torch.nn.init.normal_(gate.weight)
     model.save_pretrained(folder, max_shard_size="8KB")
     return folder

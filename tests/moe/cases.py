@@ -1,4 +1,4 @@
-"""Random but reproducible placements, tables and tokens, and the run of one layer on a part of the ranks."""
+"""Random but reproducible placements, tables and tokens, and helpers that run one layer on some of the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MC2_VARIANTS = [MC2Variant(), MC2Variant(a3=False), MC2Variant(a3=False, hierarc
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, its placement and one step's tokens for each of the first ``len(tokens)`` ranks."""
+    """One layer, its placement, and the tokens of one step for each of the first ``len(tokens)`` ranks."""
 
     dispatcher: str
     experts: int
@@ -66,11 +66,11 @@ class Case:
         return (lambda expert: tuple(weight[:, 0] for weight in weights(expert))) if self.biased else None
 
     def dense(self) -> DenseMoE:
-        """The twin that a layer must equal."""
+        """The dense twin whose outputs the layer must equal."""
         return DenseMoE(self.shape, seeded_experts(self.shape, self.seed), dtype=self.dtype)
 
     def placement(self, draw: int = 0) -> Int32:
-        """A random valid placement ``[R, S]``; another for each ``draw``. Grouped experts stay on their rank."""
+        """Return a random valid placement ``[R, S]`` that depends on ``draw``. Grouped experts stay on their rank."""
         rng = np.random.default_rng((self.seed, draw))
         if self.dispatcher == "moge":
             groups_RS = np.arange(self.experts, dtype=np.int32).reshape(self.ranks, self.slots)
@@ -85,9 +85,9 @@ class Case:
         return phy2log_RS
 
     def tables(self, draw: int = 0) -> Int32:
-        """Random valid log2phy tables; the same on all ranks where the dispatcher demands it.
+        """Return random valid log2phy tables, equal on all ranks if the dispatcher requires it.
 
-        ``[R, E]``, or dealing tables ``[R, E, D]`` of several entries.
+        The shape is ``[R, E]``, or ``[R, E, D]`` for dealing tables with several entries.
         """
         rng = np.random.default_rng((self.seed, draw, 1))
         flat = self.placement(draw).ravel()
@@ -100,7 +100,7 @@ class Case:
         return without_single_entries(np.array(tables_RE, dtype=np.int32))
 
     def step(self, rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, top-k ids (int32) and weights of a rank's tokens in a step."""
+        """Return the hidden states, top-k ids (int32) and weights of a rank's tokens in a step."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + step * 100 + rank)
         count = self.tokens[rank]
         hidden_TH = torch.randn(count, self.hidden, generator=generator)
@@ -114,7 +114,7 @@ class Case:
 
 
 def shared_weights(case: Case, gated: bool = False) -> tuple[ExpertWeights, torch.Tensor | None]:
-    """Shared experts as wide as one of the case's, and their gate if they have one; of the case's dtype."""
+    """Return shared experts as wide as one of the case's experts and in its dtype, and their gate if ``gated``."""
     w13_IH, w2_HI = seeded_experts(replace(case, experts=1).shape, seed=99)(0)
     weights = ExpertWeights(w13_IH.unsqueeze(0).to(case.dtype), w2_HI.unsqueeze(0).to(case.dtype))
     return weights, torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None
@@ -123,14 +123,14 @@ def shared_weights(case: Case, gated: bool = False) -> tuple[ExpertWeights, torc
 def shared_of(
     case: Case, gated: bool = False, operators: Operators | None = None, quantization: str = "none"
 ) -> SharedExperts:
-    """The case's shared experts in two parts."""
+    """Return the case's shared experts in two parts."""
     weights, gate_H = shared_weights(case, gated)
     own = reference if operators is None else operators
     return SharedExperts(3, weights, own, case.dtype, gate_H, case.activation, quantization=quantization)
 
 
 def whole_of(case: Case, gated: bool = False) -> SharedModule:
-    """The case's shared experts as a whole, in float32: a dense layer of one expert."""
+    """Return the case's unsplit shared experts in float32, as a dense layer of one expert."""
     weights, gate_H = shared_weights(case, gated)
     dense = DenseMoE(replace(case, experts=1).shape, lambda _: (weights.w13_SIH[0], weights.w2_SHI[0]))
 
@@ -146,7 +146,10 @@ def whole_of(case: Case, gated: bool = False) -> SharedModule:
 
 
 def ep_group(ranks: int) -> dist.ProcessGroup | None:
-    """The first ``ranks`` ranks, made once a process; ``None`` for a rank alone. All ranks must ask together."""
+    """Return the group of the first ``ranks`` ranks, created once per process, or ``None`` for one rank.
+
+    All ranks must call it together.
+    """
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(list(range(ranks))) if ranks > 1 else None
     return _groups[ranks]
@@ -155,7 +158,10 @@ def ep_group(ranks: int) -> dist.ProcessGroup | None:
 def build_on(
     case: Case, group: RankGroup, heat_rows: int = 4
 ) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE]:
-    """The case's layer and what it must equal: the dense twin, or where weights are quantized itself on one rank."""
+    """Return the case's layer and its reference.
+
+    The reference is the dense twin, or the same layer on one rank if its weights are quantized.
+    """
     layer = layer_on(case, group, heat_rows=heat_rows)
     if case.quantized:
         return layer, alone(case)
@@ -163,7 +169,7 @@ def build_on(
 
 
 def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
-    """The case's layer on a rank of a group, with other arguments than the case's where they are given."""
+    """Build the case's layer on one rank of a group. Arguments in ``more`` override the case's arguments."""
     arguments = {
         "phy2log_RS": case.placement(),
         "log2phy_E": case.tables()[group.rank],
@@ -177,20 +183,20 @@ def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
 
 
 def in_order(experts: int) -> Int32:
-    """All experts on one rank, ``[1, E]``."""
+    """Return the placement of all experts on one rank, ``[1, E]``."""
     return Placement.linear(1, experts, 1, experts).phy2log_LRS[0]
 
 
 def alone(case: Case, options: LayerOptions | None = None, **more: Any) -> ExpertParallelMoE:
-    """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
+    """Return the case's layer on one rank, with expert ``e`` in slot ``e``."""
     here = {"phy2log_RS": in_order(case.experts), "log2phy_E": None, "options": options}
     return layer_on(case, RankGroup(None), **(here | more))
 
 
 def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list[int]:
-    """Physical slots of all ranks' real choices, each the next entry of its expert's in its source's table.
+    """Return the physical slots of all ranks' real choices, by using each source's table entries in turn.
 
-    ``chosen`` are each rank's experts in the order of its tokens. Where ranks share tokens they are one source.
+    ``chosen`` lists each rank's experts in token order. Ranks that share tokens are one source.
     """
     tables_RED = with_entries(case.tables(draw), 2)
     shared = case.dispatcher in SHARED_TOKEN_DISPATCHERS
@@ -207,7 +213,7 @@ def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list
 def hand_counts(
     case: Case, step: int = 0, draw: int = 0, active: list[torch.Tensor] | None = None
 ) -> tuple[Int32, Int32]:
-    """Tokens that each slot receives ``[R, S]``, and that each rank sends by logical expert ``[R, E]``.
+    """Return the tokens that each slot receives ``[R, S]`` and that each rank sends by logical expert ``[R, E]``.
 
     ``active`` marks each rank's real tokens, bool ``[T]``.
     """

@@ -1,4 +1,4 @@
-"""One group of eight ranks serves all tests of the layer; a case uses as many of them as it needs."""
+"""Fixture of one group of eight ranks, shared by all tests of the layer. A case uses some or all of the ranks."""
 
 from __future__ import annotations
 

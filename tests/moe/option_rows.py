@@ -1,4 +1,4 @@
-"""A layer's options, a table in which any two of them meet, and the layer, the step and the answer of each row."""
+"""A layer's options, a table that covers every pair of them, and the layer, step and expected output of each row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_TOKENS = 5
 
 
 def allowed(row: Row) -> bool:
-    """Whether options, of which some may be missing, are meant to go together."""
+    """Return whether these options, some of which may be missing, can be combined."""
     if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
         return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
@@ -65,7 +65,7 @@ def allowed(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's call and what it must give; ranks that share tokens have the same."""
+    """The inputs of one rank's call. Ranks that share tokens have the same inputs."""
 
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     active: torch.Tensor | None
@@ -82,13 +82,19 @@ class Step:
 
     @property
     def real_T(self) -> torch.Tensor:
-        """Tokens whose outputs are not zeros by definition: a mask by choice leaves every token its shared experts."""
+        """Tokens whose outputs are not zero by definition.
+
+        A mask by choice still leaves every token its shared experts.
+        """
         if self.phase is StepPhase.DUMMY or (self.active is not None and self.active.ndim == 1):
             return self.real_TK.any(dim=1)
         return torch.ones(self.tokens[0].shape[0], dtype=torch.bool)
 
     def parts(self, batches: int) -> list[slice]:
-        """The tokens of each micro-batch: all, or two halves, of which the first has one more of an odd number."""
+        """Return the tokens of each micro-batch: all tokens, or two halves.
+
+        The first half is longer if the number is odd.
+        """
         tokens = self.tokens[0].shape[0]
         half = -(-tokens // batches)
         return [slice(half * batch, min(half * (batch + 1), tokens)) for batch in range(batches)]
@@ -134,7 +140,7 @@ def step_of(case: Case, row: Row, rank: int) -> Step:
     rank -= rank % row["tensor_parallel"]
     tokens = case.step(rank)
     if rank // row["tensor_parallel"] % 2:
-        # Ranks need not have ids and weights in the same types.
+        # Ranks may have ids and weights of different dtypes.
         tokens = tokens[0], tokens[1].long(), tokens[2].double()
     generator = torch.Generator().manual_seed(case.seed + rank)
     shape = {"tokens": (case.tokens[rank],), "choices": tuple(tokens[1].shape)}.get(row["mask"])
@@ -167,13 +173,13 @@ def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
 
 
 def length_of(case: Case, row: Row) -> int | None:
-    """What the host says that every rank's micro-batches are padded to."""
+    """Return the common length of the ranks' micro-batches, or None if the ranks must exchange it."""
     longest = -(-max(case.tokens) // row["batches"])
     return {"asked for": None, "longest": longest, "longer": MOST_TOKENS + 3}[row["length"]]
 
 
 def call(layer: ExpertParallelMoE, row: Row, step: Step, length: int | None) -> torch.Tensor:
-    """The layer's outputs of all tokens of a step, in one micro-batch or in two."""
+    """Return the layer's outputs for all tokens of a step, run as one or two micro-batches."""
     if row["batches"] == 1:
         out_TH: torch.Tensor = layer(*step.tokens, active=step.active, phase=step.phase, length=length)
         return out_TH
@@ -182,7 +188,7 @@ def call(layer: ExpertParallelMoE, row: Row, step: Step, length: int | None) -> 
 
 
 def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch.Tensor]]]:
-    """Each rank's real choices by micro-batch, those alone that it is the source of: ``[R][batches]``."""
+    """Return each rank's real choices by micro-batch, only for tokens whose source it is: ``[R][batches]``."""
     tp = row["tensor_parallel"]
     found: list[list[list[torch.Tensor]]] = []
     for rank, step in enumerate(steps):
@@ -202,7 +208,7 @@ def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch
 
 
 def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
-    """The dense twin in float32; only real choices, with the shared experts of real tokens."""
+    """Return the dense twin's output in float32 for the real choices, plus the shared experts of the real tokens."""
     hidden_TH, ids_TK, weights_TK = step.tokens
     weights_TK = weights_TK * step.real_TK
     if row["weigh_on_input"]:

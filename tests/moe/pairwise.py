@@ -1,4 +1,4 @@
-"""Tables in which any two values of any two options meet, unless they exclude each other."""
+"""Tables that cover every pair of values of any two options, except pairs that exclude each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Row = dict[str, Any]
 def pairwise(
     options: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], *, seed: int = 0, tries: int = 20
 ) -> list[Row]:
-    """Rows that between them hold every pair of values that some allowed row holds.
+    """Return rows that together cover every pair of values found in some allowed row.
 
-    Greedy: each row begins with a pair that is still missing, and is completed by the values that bring most missing
-    pairs with them. ``allowed`` judges partial rows as well, by the options that they have.
+    The search is greedy: each row starts with a missing pair and is completed with the values that cover the most
+    missing pairs. ``allowed`` also judges partial rows, by the options that they contain.
     """
     rng = random.Random(seed)
     values = [(name, value) for name in options for value in options[name]]

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: any number of them in milliseconds, over the layer's own exchanges."""
+"""Ranks as threads of this process, which start in milliseconds and use the layer's own exchanges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _here = threading.local()
 
 
 class Exchange:
-    """Where the threads of one group meet; a thread that fails lets the others fail instead of waiting."""
+    """Rendezvous of the threads of one group. If one thread fails, the other threads fail instead of waiting."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=20.0)
@@ -25,19 +25,19 @@ class Exchange:
         self._lock = threading.Lock()
 
     def within(self, kind: str, number: int, ranks: int) -> Exchange:
-        """The exchange of some of the ranks, the same for each of them."""
+        """Return the exchange of a subset of the ranks. It is the same object on each of them."""
         with self._lock:
             return self._within.setdefault((kind, number), Exchange(ranks))
 
     def abort(self) -> None:
-        """Let whoever waits here fail."""
+        """Make every waiting thread fail."""
         self.barrier.abort()
         for exchange in self._within.values():
             exchange.abort()
 
 
 class SimulatedGroup(RankGroup):
-    """The ranks of an ``Exchange`` as one of them sees them."""
+    """One rank's view of the ranks of an ``Exchange``."""
 
     def __init__(self, exchange: Exchange, rank: int, name: str = "simulated") -> None:
         super().__init__(None)
@@ -51,16 +51,16 @@ class SimulatedGroup(RankGroup):
 
     @classmethod
     def named(cls, name: str) -> RankGroup:
-        """Of ``RankGroup.named``, for the operators that find their group by name."""
+        """Replaces ``RankGroup.named`` for operators that find their group by name."""
         group: RankGroup = _here.groups[name] if name else RankGroup(None)
         return group
 
     def twin(self, name: str) -> SimulatedGroup:
-        """Another group of the same ranks."""
+        """Return a second group of the same ranks."""
         return SimulatedGroup(self._exchange.within(name, 0, self.size), self.rank, name)
 
     def grid(self, tp: int) -> tuple[SimulatedGroup, SimulatedGroup]:
-        """This rank's data-parallel and tensor-parallel group, where ``tp`` ranks after one another share tokens."""
+        """Return this rank's data-parallel and tensor-parallel groups, if ``tp`` consecutive ranks share tokens."""
         exchange, rank = self._exchange, self.rank
         return (
             SimulatedGroup(exchange.within("dp", rank % tp, self.size // tp), rank // tp, "dp"),
@@ -88,7 +88,10 @@ class SimulatedGroup(RankGroup):
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Operators find simulated groups by name; ranks are threads already, with teams of torch's own they only wait."""
+    """Let operators find simulated groups by name, and limit torch to one thread.
+
+    The ranks are threads already, so torch's own threads would only wait.
+    """
     threads, named = torch.get_num_threads(), RankGroup.named
     torch.set_num_threads(1)
     RankGroup.named = SimulatedGroup.named  # type: ignore[method-assign]
@@ -100,7 +103,10 @@ def one_thread_each() -> Iterator[None]:
 
 
 def run_simulated(ranks: int, function: Callable[[SimulatedGroup], Any]) -> list[Any]:
-    """``function(group)`` on every rank of a simulated group; results in order of rank, or the first failure."""
+    """Run ``function(group)`` on every rank of a simulated group.
+
+    Return the results in rank order, or raise the first failure.
+    """
     exchange = Exchange(ranks)
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The stepwise split in whole numbers of Python: no rounding can differ, whatever is summed first."""
+"""The stepwise split in exact Python arithmetic, so that no rounding depends on the order of summation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_agent.stepwise_tables import PENALTIES, rounding_dithers
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
-    """The product in fractions."""
+    """Return the product in fractions."""
     return [
         sum((Fraction(x) * y for x, y in zip(row, vector, strict=True)), Fraction(0))
         for row in matrix.tolist()
@@ -21,7 +21,7 @@ def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
 
 
 def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
-    """Where the tokens of each slot end."""
+    """Return the position at which each slot's tokens end."""
     shared, ranks = split.bound_MR.shape
     known = product(split.from_totals, product(split.totals_YE, [Fraction(count) for count in counts]))
     *starts, known, uncut, first = _cut(known, [shared] * len(PENALTIES) + [ranks + shared, shared, ranks])
@@ -34,11 +34,11 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
         # Python and torch both round halves to even.
         state = [Fraction(round(x + y)) for x, y in zip(moved, starts[level], strict=True)]
         before = level
-    # The positive part of a state is half of it and its size.
+    # The positive part of a state is half of the sum of the state and its absolute value.
     slots = product(split.exact_X2[:, :shared], [2 * max(x, Fraction(0)) for x in state])
     exact = [x + y for x, y in zip(known, slots, strict=True)]
     ways = [_rounded(split, exact, uncut, dithers) for dithers in rounding_dithers(ranks, shared).tolist()]
-    # The first of those whose hottest rank is the coolest.
+    # Take the first candidate whose hottest rank has the lowest load.
     later = product(split.later_MM, min(ways, key=lambda way: _hottest(split, way, first)))
     totals = list(accumulate(counts))
     found = [totals[expert] for expert in split.expert_P.tolist()]
@@ -48,7 +48,7 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
 
 
 def _cut(values: list[Fraction], lengths: list[int]) -> list[list[Fraction]]:
-    """One after another, of these lengths."""
+    """Cut ``values`` into consecutive parts of these lengths."""
     ends = list(accumulate(lengths))
     assert ends[-1] == len(values)
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -57,12 +57,12 @@ def _cut(values: list[Fraction], lengths: list[int]) -> list[list[Fraction]]:
 def _rounded(
     split: StepwiseSplit, exact: list[Fraction], uncut: list[Fraction], dithers: list[float]
 ) -> list[Fraction]:
-    """Whole tokens of each slot where so much is added before rounding down; none below zero."""
+    """Add the dither to each slot's tokens, round down to whole tokens, and replace negative counts by zero."""
     whole = [Fraction(floor(x + Fraction(d))) for x, d in zip(exact, dithers, strict=True)]
     slots = [x + y for x, y in zip(uncut, product(split.by_sum_XM.t(), whole), strict=True)]
     return [max(x, Fraction(0)) for x in slots]
 
 
 def _hottest(split: StepwiseSplit, way: list[Fraction], first: list[Fraction]) -> Fraction:
-    """What no rank's load is above, but for the same in all ways."""
+    """Return an upper bound on the ranks' loads, except for a term that is the same for all candidates."""
     return max(x + y for x, y in zip(first, product(split.bound_MR.t(), way), strict=True))

@@ -1,4 +1,4 @@
-"""A block must route as its model defines it, and free experts must cost nothing and still count for their tokens."""
+"""Tests that a block routes as its model defines, and that zero-computation experts cost nothing but still count."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
 
 
 def test_ranks_go_on_from_one_another():
-    """Eight ranks with a token each: all 64 experts are chosen, not the same eight."""
+    """With eight ranks of one token each, all 64 experts are chosen, instead of the same eight on each rank."""
     chosen = [balanced_choices(1, 64, 8, torch.device("cpu"), rank=rank) for rank in range(8)]
     assert sorted(torch.cat(chosen).flatten().tolist()) == list(range(64))

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors must land in every slot of their expert, narrowed to the rank's part, and no others."""
+"""Tests that a checkpoint's tensors are loaded into every slot of their expert and no other, cut to the rank's part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> ExpertTensors:
-    """What three slots hold: everything that there can be."""
+    """Return three slots with every kind of tensor."""
     width = I // tp_size
     weights = ExpertWeights(
         torch.full((3, 2 * width, H), fill),
@@ -35,7 +35,7 @@ def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> Ex
 
 
 def checkpoint(quantized: bool) -> dict[str, torch.Tensor]:
-    """Random tensors of all experts, each with another value in every place."""
+    """Return random tensors of all experts, with distinct values in every position."""
     generator, found = torch.Generator().manual_seed(0), {}
     for expert in range(E):
         for projection in PROJECTIONS:

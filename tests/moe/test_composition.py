@@ -1,4 +1,4 @@
-"""Parts and tokens that do not fit a layer are refused; masks, weights on the input and variants change no more."""
+"""Tests that mismatched parts and tokens are rejected, and tests of masks, input weights and variants."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ranks_and_experts_that_mc2_is_not_documented_for_are_refused(
             "needs buffers of 269 MB for 32 tokens on each of 32 ranks, but has 200 MB; set HCCL_BUFFS",
         ),
         (A3, 512, 8, "needs buffers of 4302 MB"),
-        # By hand: 2 * (32 * 32 * 8 * 14336 bytes + 2 MB), and 288 * 32 * (14336 + 16 * 8) bytes + 104 MB.
+        # Computed by hand: 2 * (32 * 32 * 8 * 14336 bytes + 2 MB), and 288 * 32 * (14336 + 16 * 8) bytes + 104 MB.
         (A2, 32, 8, "needs buffers of 228 MB"),
         (TWO_LEVELS, 32, 8, "needs buffers of 232 MB"),
     ],
@@ -154,7 +154,7 @@ def test_the_buffers_of_an_npu_are_hccls(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number():
-    """Where ids are not checked, as on a device, an expert that has left its group must not go unnoticed."""
+    """Ids are not checked on a device, so an expert that has left its group must not go unnoticed."""
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 
     def one_step(group: RankGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""On a GPU a captured step gives what a CPU does, by all that was written in place since, and no host waits for it."""
+"""Tests that a captured step on a GPU equals the CPU's step, uses all in-place updates, and never blocks the host."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HIDDEN = 16
 SHAPE = MoEShape(0, EXPERTS, HIDDEN, 24)
 STEPS = 6
 HEAT_ROWS = 4
-"""Fewer than steps: the rings wrap."""
+"""Lower than the number of steps, so that the rings wrap."""
 
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Capture a step: its replay, and the tensor that every replay writes; it runs twice before, to warm up.
+    """Capture a step, and return its replay and the tensor that every replay writes.
 
-    The default capture mode forbids other threads what would only disturb their own work; communication libraries have
-    such threads.
+    The step runs twice before the capture, to warm up. The default capture mode forbids other threads some calls that
+    would not affect the capture, and communication libraries have such threads.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -54,11 +54,11 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torc
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Raises ``RuntimeError`` where the host waits for the device."""
+    """Raise ``RuntimeError`` if the host waits for the device."""
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
-            # That it is a prototype, once in each process; the mode is set all the same.
+            # Ignore the warning that this mode is a prototype, raised once per process. The mode is set in any case.
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield
@@ -67,7 +67,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def ids_of(step: int, masked: bool = True) -> torch.Tensor:
-    """int32 ``[T, K]``, distinct in each token, -1 where a choice is not real."""
+    """Return int32 ids ``[T, K]``, distinct within each token, with -1 for a choice that is not real."""
     generator = torch.Generator().manual_seed(step)
     skew_E = -0.15 * torch.arange(EXPERTS).roll(step)
     ids_TK = (torch.randn(TOKENS, EXPERTS, generator=generator) + skew_E).topk(TOP_K).indices.int()
@@ -76,7 +76,7 @@ def ids_of(step: int, masked: bool = True) -> torch.Tensor:
 
 
 class OneOfEight(RankGroup):
-    """A rank whose exchange of counts brings what is in a tensor, but for its own."""
+    """A rank whose exchange of counts returns the rows of a tensor, with its own row filled in."""
 
     def __init__(self, rank: int, counts_RE: torch.Tensor) -> None:
         super().__init__(None)
@@ -125,14 +125,14 @@ def test_the_split_has_the_same_bits_on_a_gpu() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways through a layer that read nothing on the host."""
+    """A configuration in which the layer reads nothing on the host."""
 
     dispatcher: str
     split: str = "tables"
     entries: int = 1
     shared: bool = False
     grouped: bool = False
-    """Grouped experts in bfloat16, for which a GPU has one kernel, in place of the batched format."""
+    """Use grouped experts in bfloat16, which a GPU kernel supports, instead of the batched format."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,7 +152,7 @@ LENGTH = TOKENS + 3
 
 
 def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertParallelMoE:
-    """All experts on one rank, the batched format."""
+    """Return a layer with all experts on one rank, by default in the batched format."""
     shared = None
     if way.shared:
         both = seeded_experts(MoEShape(99, 1, HIDDEN, 24))(0)
@@ -175,7 +175,7 @@ def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertPara
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step reads beside the layer."""
+    """Inputs of a step in addition to the layer."""
 
     hidden_TH: torch.Tensor
     ids_TK: torch.Tensor
@@ -204,7 +204,7 @@ def step_of(layer: ExpertParallelMoE, inputs: Inputs) -> Callable[[], torch.Tens
 
 
 def move_experts(layer: ExpertParallelMoE, step: int) -> None:
-    """Put the experts into other slots, in place: weights and tables, as an agent does between two steps."""
+    """Move the experts to other slots in place, both weights and tables, as an agent does between two steps."""
     placed_S = np.random.default_rng(step).permutation(EXPERTS).astype(np.int32)
     slot_E = torch.from_numpy(placed_S.argsort().astype(np.int32))
     experts = seeded_experts(SHAPE)
@@ -218,7 +218,10 @@ def move_experts(layer: ExpertParallelMoE, step: int) -> None:
 
 
 def check_captured(way: Way, group: RankGroup | None = None) -> None:
-    """Replays of one captured step, each beside the step of a layer on the CPU; the host waits for no such step."""
+    """Compare each replay of one captured step with the step of a layer on the CPU.
+
+    The host must not wait in any step.
+    """
     live, twin = layer_of(way, GPU, group), layer_of(way, "cpu")
     inputs = Inputs.of(0, GPU, way.dtype)
     replay, out_TH = captured(step_of(live, inputs))

@@ -1,4 +1,4 @@
-"""Rows must be released once they are on their way, weighed once, dealt in turn, and refused where there is no room."""
+"""Tests that rows are freed once sent, weighted once, dealt in turn, and rejected if there is no room."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
 def test_a_choice_without_a_row_adds_nothing():
-    """Nor is memory read that nobody wrote."""
+    """Uninitialized memory is not read either."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)
@@ -37,7 +37,7 @@ def test_a_choice_without_a_row_adds_nothing():
 
 
 def test_rows_that_came_back_fewer_than_choices_are_each_taken_once():
-    """As the operator documents it: a row for each choice, those behind the last one for choices that have none."""
+    """The operator documents one row per choice; the rows after the last real one belong to choices without a row."""
     taken: list[list[int]] = []
 
     def unpermute(rows_NH: torch.Tensor, row_N: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_what_padding_holds_reaches_nothing(dispatcher: str, variant: MC2Variant
 
 @pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
 def test_a_token_that_is_not_a_number_stays_alone(dispatcher: str, variant: MC2Variant):
-    """One request's overflow must not reach another's, here or on other ranks."""
+    """An overflow in one request must not affect other requests, on this rank or on others."""
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1)
 
     def first_is_nan(group: RankGroup) -> list[bool]:
@@ -194,5 +194,5 @@ def test_sent_and_arrived_rows_are_released_before_the_experts_run(monkeypatch: 
         layer.forward_two(*(MicroBatch(*case.step(group.rank, step)) for step in range(2)))
 
     run_simulated(2, one_step)
-    # The second micro-batch is on its way while the experts work on the first.
+    # The second micro-batch is in transit while the experts work on the first.
     assert sorted(alive_at_run) == [0, 0, 1, 1]

@@ -1,4 +1,4 @@
-"""Experts, activations and their views must be what their definitions say, and shared ones the same in two parts."""
+"""Tests that experts, activations and their views match their definitions, and tests of split shared experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sigmoid(x: float) -> float:
 
 
 def by_definition(activation: Activation, gate: float, up: float) -> float:
-    """In Python's own numbers."""
+    """Compute the activation in plain Python."""
     if activation is Activation.SWIGLUOAI:
         gate, up = min(gate, 7.0), max(-7.0, min(up, 7.0))
         return gate * sigmoid(1.702 * gate) * (up + 1)
@@ -71,7 +71,7 @@ CASE = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), intermediate=1
 
 
 def part_of(weights: ExpertWeights, tp: RankGroup) -> ExpertWeights:
-    """This rank's rows of gate and up, and its columns of down; all of w2's bias."""
+    """Return this rank's rows of gate and up and its columns of down, with the full bias of w2."""
 
     def gate_and_up(both_SI: torch.Tensor) -> torch.Tensor:
         return torch.cat([half.chunk(tp.size, dim=1)[tp.rank] for half in both_SI.chunk(2, dim=1)], dim=1)
@@ -137,5 +137,5 @@ def test_a_layers_state_has_its_shared_experts():
     names = {name.removeprefix("_shared_experts.") for name in layer.state_dict() if "shared" in name}
     assert names == {"w13_weight", "w2_weight", "gate_H"}
     assert shared in layer.modules()
-    # What balancing moves is the layer's own.
+    # Balancing moves the layer's own tensors.
     assert [weight.shape[0] for weight in layer.expert_weights()] == [4] * 2

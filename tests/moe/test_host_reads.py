@@ -1,4 +1,4 @@
-"""A step whose common length the host gives must read nothing of the device on the host: a graph can capture it."""
+"""Tests that a step with a given common length reads nothing from the device, so that a graph can capture it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _here = threading.local()
 
 
 class HostReadError(AssertionError):
-    """Something was read on the host."""
+    """Raised when a value was read on the host."""
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses whatever would wait for a device, although here all is on a CPU."""
+    """Rejects every operation that would wait for a device, although these tests run on a CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         indexed_by_mask = func is aten.index.Tensor and any(
@@ -60,7 +60,7 @@ def no_host_reads() -> Iterator[None]:
 
 
 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator or an exchange: on a device one call, whatever the reference does instead."""
+    """Exempt an operator or exchange from the check, because it is a single call on a device."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         watched, _here.watched = getattr(_here, "watched", False), False
@@ -93,7 +93,10 @@ def _refused(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A watched step of every rank, with the common length given or not; outputs, and what they must be."""
+    """Run one watched step on every rank, with or without the common length.
+
+    Return the outputs and the expected outputs.
+    """
     case = case_of(row, seed=0)
 
     def one_step(group: SimulatedGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +109,7 @@ def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def captured() -> list[Row]:
-    """One row for each way through a layer; which differ in their other options."""
+    """Return one row for each code path of the layer. Their other options differ."""
     chosen = {}
     for row in ROWS:
         way = row["dispatcher"], row["kind"], row["split"], row["mc2"]
@@ -156,7 +159,7 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
     row = next(row for row in ROWS if (row["dispatcher"], row["kind"]) == ("all2allv", "grouped"))
     same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}
     run(row | same | {"batches": 1, "tensor_parallel": 1, "split": split}, length=length)
-    # On each of three ranks: what it sends to every rank, and what it receives.
+    # Two counts for each of three ranks: choices to send to every rank, and choices to receive.
     assert read == [6, 6, 6]
 
 

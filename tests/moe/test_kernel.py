@@ -1,4 +1,4 @@
-"""The kernel must compose parts that fit, let other work run while tokens travel, and keep no rows that are done."""
+"""Tests that the kernel composes matching parts, overlaps other work with the exchange, and frees rows after use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_formats_must_agree():
 
 
 class Recorded:
-    """Work beside the kernel that records when it ran, and which rows are still there while outputs return."""
+    """Work beside the kernel that records when it ran and which rows still exist while outputs return."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

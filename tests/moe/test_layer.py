@@ -1,4 +1,4 @@
-"""Over any placement and any tokens, the layer must equal its dense twin, and count its heat."""
+"""Tests that the layer equals its dense twin for any placement and tokens, and counts its heat."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def one_step(case: Case) -> tuple[float, list[int], list[int]] | None:
-    """Largest difference from the dense twin, and this rank's heat of the step."""
+    """Return the largest difference from the dense twin and this rank's heat of the step."""
     group = ep_group(case.ranks)
     if dist.get_rank() >= case.ranks:
         return None
@@ -92,7 +92,7 @@ def test_the_heat_ring_wraps_around():
 
 
 def switch_placement(case: Case, group: RankGroup) -> tuple[float, list[int]]:
-    """Outputs before and after another placement is written in place, and the heat counted under it."""
+    """Check outputs before and after a new placement is written in place, and return the heat counted under it."""
     layer, rank = layer_on(case, group), group.rank
     tokens = case.step(rank)
     before = layer(*tokens)

@@ -1,4 +1,4 @@
-"""Any two options of a layer together must leave it equal to its dense twin, with exact heat; on 1 to 8 ranks."""
+"""Tests that a layer with any two options equals its dense twin and counts exact heat on 1 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of the norm of a step's outputs; quantized ones are held to ``QUANTIZED`` besides."""
+"""Relative to the norm of a step's outputs. Quantized outputs may differ by ``QUANTIZED`` more."""
 
 QUANTIZED = 3e-2
 
@@ -66,10 +66,10 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
 def check_dealing(
     case: Case, row: Row, received_RS: np.ndarray, steps: list[Step], chosen: list[list[torch.Tensor]]
 ) -> None:
-    """Every choice is received where its source's table says, in order of its micro-batches."""
+    """Check that each choice arrives in the slot that its source's table names, in micro-batch order."""
     by_source = [torch.cat(own) for own in chosen]
     if case.dispatcher in SHARED_TOKEN_DISPATCHERS:
-        # One source: the tokens of all ranks, one micro-batch after the other; some ranks have the same ones.
+        # All ranks together are one source, one micro-batch after the other. Some ranks have the same tokens.
         parts = [
             (step, step.parts(row["batches"])[number])
             for number in range(row["batches"])
@@ -82,7 +82,7 @@ def check_dealing(
 
 
 def check_split(case: Case, received_RS: np.ndarray, chosen: list[list[torch.Tensor]]) -> None:
-    """Every expert's tokens are received by its replicas, and of no micro-batch has a rank two more than it must."""
+    """Check that all tokens arrive, and that no rank exceeds the optimum by more than one token per micro-batch."""
     placement_RS = case.placement()
     by_batch = [torch.cat(parts) for parts in zip(*chosen, strict=True)]
     counts_BE = np.array([torch.bincount(ids, minlength=case.experts).numpy() for ids in by_batch])
@@ -100,7 +100,8 @@ def test_the_table_has_every_pair_of_options_that_may_meet():
         for x, y in itertools.product(OPTIONS[first], OPTIONS[second])
     ]
     missing = [pair for pair in every if not any(pair.items() <= row.items() for row in ROWS)]
-    # Some of what is allowed by itself excludes a third option: variants are MC2's, and weigh on its way back.
+    # Some pairs are allowed but exclude a third option: variants belong to MC2, which weights outputs on their way
+    # back.
     assert [pair for pair in missing if allowed(pair)] == [
         {"quantize_before_gather": True, "mc2": variant} for variant in MC2_VARIANTS[1:]
     ]

@@ -1,4 +1,4 @@
-"""Gathering over the groups of a layer must give every rank the tokens of all, and bring outputs back exactly."""
+"""Tests that gathering over a layer's groups gives every rank all tokens and returns the outputs exactly."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def tokens_of(seed: int, count: int) -> Tokens:
 
 
 def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[float]:
-    """The first hidden value of every token that this rank prepares to dispatch, padding left out."""
+    """Return the first hidden value of every token that this rank prepares to dispatch, without padding."""
     dp, tp = ep.grid(2)
-    # Every rank of a tensor-parallel pair has the same tokens and answers for half of all of them.
+    # Both ranks of a tensor-parallel pair have the same tokens, and each is responsible for half of them.
     number, count, preparation = {
         "data-parallel": (dp.rank, counts[dp.rank], AllGatherPreparation([dp], tp)),
         "context-parallel": (ep.rank, counts[dp.rank] + tp.rank, AllGatherPreparation([dp, tp], ALONE)),
@@ -36,7 +36,7 @@ def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[floa
     tokens = tokens_of(number, count)
     prepared = preparation.prepare(*tokens)
     assert prepared.active_T is not None
-    # Logits of real tokens are never zero here.
+    # Logits of real tokens are never zero in this test.
     assert torch.equal(prepared.active_T, (prepared.routing[0] != 0).all(dim=1))
     mine_T = torch.arange(prepared.hidden_TH.shape[0]) % 8 == ep.rank
     assert torch.equal(prepared.finalize(prepared.hidden_TH * mine_T.unsqueeze(1)), tokens[0])

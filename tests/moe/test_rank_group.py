@@ -1,4 +1,4 @@
-"""What a layer asks of its ranks must come alike whichever exchange it is made of, in order of rank."""
+"""Tests that every exchange implementation of a rank group gives the same results, in rank order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
-    """Over gloo; ``own`` says whether by its own gather, as on a device."""
+    """Gather over gloo, with the backend's own gather (as on a device) if ``own`` is set."""
     process_group = ep_group(ranks)
     if process_group is None or dist.get_rank() >= ranks:
         return None
@@ -45,7 +45,7 @@ def test_a_backends_own_gather_gives_what_exchanges_give(eight_ranks: Ranks, ran
 
 
 def neighbours() -> list[list[int]]:
-    """The ranks of this one's data-parallel and tensor-parallel group, where four share tokens."""
+    """Return the ranks in this rank's data-parallel and tensor-parallel groups when four ranks share tokens."""
     own = torch.tensor([dist.get_rank()])
     return [group.all_gather(own).tolist() for group in RankGroup(ep_group(8)).grid(4)]
 

@@ -1,4 +1,4 @@
-"""A layer that moves to another group of ranks is what a new layer there would be."""
+"""Tests that a layer that moves to a different group of ranks equals a new layer there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_layer_on_another_number_of_ranks_equals_a_new_one(tokens, slots, spli
 
     def steps(all_ranks: RankGroup) -> None:
         rank = all_ranks.rank
-        # A rank that joins had a layer by itself.
+        # A joining rank previously served its layer on a single rank.
         alone = replace(first, tokens=(1,), slots=first.experts)
         before, start = (first, SimulatedGroup(old, rank)) if rank < first.ranks else (alone, RankGroup(None))
         layer = made(before, start, dealing_width=width, options=options)

@@ -1,4 +1,4 @@
-"""The router must choose and weigh experts as its slow, obvious twin does."""
+"""Tests that the router chooses and weights experts as its slow, simple twin does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def routers(draw: st.DrawFn) -> Router:
 
 
 def twin(router: Router, logits: list[float]) -> dict[int, float]:
-    """The weight of each chosen expert of one token, by hand."""
+    """Return the weight of each chosen expert of one token, computed by hand."""
     if router.scoring is Scoring.SOFTMAX:
         powers = [math.exp(logit) for logit in logits]
         scores = [power / sum(powers) for power in powers]

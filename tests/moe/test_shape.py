@@ -1,4 +1,4 @@
-"""Input that does not fit must be refused with layer, tensor and expectation, before any collective is entered."""
+"""Tests that invalid input is rejected with the layer, the tensor and the expectation, before any collective starts."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ def test_refused_input_leaves_the_collectives_in_order(dispatcher: str):
 
 
 def refuse_alone(case: Case) -> None:
-    """Rank 0 alone gets bad input; the others are in the step's exchange, with a group that waits for a second."""
+    """Give invalid input to rank 0 only.
+
+    The other ranks enter the exchange of the step, in a group with a timeout of one second.
+    """
     group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=1))
     rank = dist.get_rank()
     if rank >= case.ranks:

@@ -1,4 +1,4 @@
-"""Each step's tokens all reach a replica of their expert, and no rank gets a token more than it must at best."""
+"""Tests that each token reaches a replica of its expert and no rank receives more than the optimum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 def layers(
     draw: st.DrawFn, most_ranks: int = 10, many: bool = False
 ) -> tuple[np.ndarray, int, np.random.Generator]:
-    """A placement with up to one spare slot per rank, or half of all slots spare, and its experts."""
+    """Draw a placement and its number of experts.
+
+    Each rank has up to one spare slot, or half of all slots are spare.
+    """
     generator = np.random.default_rng(draw(SEEDS))
     ranks, slots = draw(st.integers(1 + many, most_ranks)), draw(st.integers(1 + many, 6))
     spare = draw(st.integers(0, min(ranks, ranks * slots - slots)))
@@ -37,7 +40,7 @@ def layers(
 def splitting(
     shape: MoEShape, phy2log_RS: np.ndarray, dispatcher: str, group: SimulatedGroup
 ) -> ExpertParallelMoE:
-    """A rank's layer that splits by step."""
+    """Return one rank's layer that splits by step."""
     experts, options = seeded_experts(shape), LayerOptions(split="step")
     return ExpertParallelMoE(
         shape, phy2log_RS, experts, dispatcher=dispatcher, ep_group=group, options=options
@@ -45,7 +48,7 @@ def splitting(
 
 
 def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray) -> np.ndarray:
-    """Tokens of each slot, after every one was seen to go to a replica of its own expert."""
+    """Check that each token goes to a replica of its own expert, and return the tokens of each slot."""
     ids_N = np.repeat(np.arange(len(counts_E)), counts_E)
     physical_N = split.physical(torch.arange(len(ids_N)), torch.from_numpy(counts_E)).numpy()
     np.testing.assert_array_equal(phy2log_RS.ravel()[physical_N], ids_N)
@@ -53,7 +56,7 @@ def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray)
 
 
 def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
-    """All that a placement determines."""
+    """Return all tensors that depend on the placement."""
     found = {
         name: value
         for name, value in vars(split).items()
@@ -128,7 +131,7 @@ def test_all_ranks_take_a_step_for_as_large(
 @settings(max_examples=40)
 @given(layers(6, many=True), st.sampled_from((1, 900)))
 def test_after_one_round_too_each_token_reaches_its_expert(layer, mean: int) -> None:
-    # So far from any split that slots do not add up to their experts' tokens, or are below zero.
+    # One round is so far from converged that slots may be negative or not add up to their experts' tokens.
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 2, experts)))
     split = StepwiseSplit(phy2log_RS, experts, rounds=1)
@@ -137,7 +140,8 @@ def test_after_one_round_too_each_token_reaches_its_expert(layer, mean: int) -> 
 
 
 def test_a_cycle_of_ranks_is_rounded_the_way_that_costs_nothing() -> None:
-    # Each rank shares an expert with the next, and the last with the first. Rounded to the nearest, a rank had 14.
+    # Each rank shares an expert with the next, and the last with the first. Rounding to nearest gave one rank 14
+    # tokens.
     phy2log_RS = np.array([[0, 1, 4], [1, 2, 5], [2, 3, 6], [0, 3, 7]], dtype=np.int32)
     counts_E = np.array([0, 2, 1, 4, 8, 8, 11, 11])
     load_R = received(StepwiseSplit(phy2log_RS, 8, rounds=300), phy2log_RS, counts_E).sum(axis=1)
@@ -166,7 +170,7 @@ def test_every_sum_is_exact_so_that_all_ranks_get_the_same_bits(layer, mean: int
 def test_sums_stay_exact_at_the_largest_deployments() -> None:
     generator = np.random.default_rng(0)
     split = StepwiseSplit(random_placement(64, 5, 256, generator), 256)
-    # A quarter of 2**22 choices on every slot, in 64ths.
+    # A quarter of 2**22 choices in every slot, in 64ths.
     state = torch.from_numpy(np.rint(generator.normal(0, 2.0**26, split.rounds_CM2.shape[2])))
     for round_M2 in split.rounds_CM2:
         forwards, backwards = round_M2 @ state, round_M2.flip(1) @ state.flip(0)

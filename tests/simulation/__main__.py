@@ -1,7 +1,7 @@
-"""Simulates agents, their engine and the service under faults drawn from seeds.
+"""Simulate agents, their engine and the service under faults drawn from seeds.
 
-``python -m tests.simulation --seed 7`` replays one run and prints its story; ``--seeds 500`` makes many runs and names
-those that broke a promise.
+``python -m tests.simulation --seed 7`` replays one run and prints its log. ``--seeds 500`` runs many seeds and lists
+those that violated a guarantee.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tests.simulation.world import Outcome, World, simulate
 
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
-    """Runs of many seeds, side by side on the cores that this process may use."""
-    # A fork inherits garbage, and collects what has threads in its parent: gRPC's poller waits for its own for ever.
+    """Run many seeds in parallel on the cores that this process may use."""
+    # A forked process inherits garbage. Collecting objects with threads in the parent can hang: gRPC's poller waits
+    # forever for its thread.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         yield from pool.map(simulate, seeds)

@@ -1,4 +1,4 @@
-"""Defects that were found before, put back one at a time: the simulation has to find every one."""
+"""Bugs found in the past, reintroduced one at a time. The simulation must detect each of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _BOUND_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Defect:
-    """Part that is replaced, and the faults that give it away; some only by that nothing ``heals``."""
+    """The function that is replaced and the faults that expose the bug.
+
+    With ``heals``, only the lack of recovery exposes it.
+    """
 
     holder: Any
     name: str
@@ -88,11 +91,11 @@ DEFECTS: dict[str, Defect] = {
     ),
     "an attempt that failed counts as there": Defect(Reformation, "_attempt", _still_there, _APART, True),
 }
-"""Defects by name."""
+"""Bugs by name."""
 
 
 def hunt(name: str, first: int = 1, seeds: int = 90) -> Outcome | None:
-    """Run seeds with a defect until one finds it; ``None`` where it got away."""
+    """Run seeds with a bug until one detects it. Return ``None`` if no seed does."""
     defect = DEFECTS[name]
     broken = defect.broken(getattr(defect.holder, defect.name))
     bound, many = (_BOUND_SECONDS, 6) if defect.heals else (0.0, 24)

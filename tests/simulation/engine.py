@@ -1,4 +1,4 @@
-"""One life of a simulated engine: its ranks' processes, from the meeting of their agents to the end of one of them."""
+"""One life of a simulated engine, from the meeting of its ranks' agents until one rank's process ends."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from worker_agent.swap.rank_layout import Identity, RankLayout
 from worker_agent.swap.rendezvous import Rendezvous
 
 _WARM_PASSES = 5000
-"""Before the agents meet."""
+"""Passes before the agents meet."""
 _SECRET = b"of this formation"
 
 
 class Engine:
-    """Ranks that meet, serve, and end together; ``number`` counts the engine's lives."""
+    """Ranks that meet, serve, and end together. ``number`` counts the engine's lives."""
 
     def __init__(self, world: Any, number: int) -> None:
         self.scheduler, self.network, self.shapes = world.scheduler, world.network, world.shapes
@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def over(self) -> bool:
-        """True once a rank has ended: the model serves no other token."""
+        """True once a rank has ended, so that the model serves no more tokens."""
         return any(not process.alive for process in self.ranks) or bool(self.fatal)
 
     def end(self) -> None:
@@ -63,7 +63,7 @@ class Engine:
             process.kill()
 
     def drift(self, heat_LE: Any) -> None:
-        """From here on each rank has so many tokens of its own per pass, int32 ``[L, E]``."""
+        """From now on, give each rank these tokens per pass, int32 ``[L, E]``."""
         self._heat_LE = heat_LE
         for rank in self.layers:
             self._heat_up(rank)
@@ -84,7 +84,7 @@ class Engine:
         except RuntimeError as error:
             self._end(rank, f"could not meet: {error}")
             return
-        # Work that the host has queued is done once the simulated device has run it.
+        # Work that the host has queued is complete once the simulated device has run it.
         exact, agent._clock.at_rest = agent._clock.exact, partial(self.model.at_rest, rank)
         agent._clock.exact = lambda: exact() if self.model.at_rest(rank) else 0
         agent._timer = StepTimer(lambda: int(1e9 * scheduler.now))
@@ -103,7 +103,7 @@ class Engine:
 
     def _end(self, rank: int, reason: str) -> None:
         self.fatal[rank] = reason
-        # A network that is gone for as long as agents wait for it leaves them no choice.
+        # If the network is silent for the whole peer timeout, the agents have no choice but to stop.
         silent = self.network.was_silent(self.ranks[rank].name, self._settings.peer_timeout_seconds)
         self._world.excused |= "did not answer" in reason and silent
         self.scheduler.note(f"rank {rank}", reason)

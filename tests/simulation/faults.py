@@ -1,4 +1,4 @@
-"""Faults of a run: each draws what it needs from the world's seed, does it, and says what it did."""
+"""Faults of a run. Each draws its parameters from the world's seed, acts, and returns a description of the fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _misfit(kind: str) -> Callable[[Any], str]:
 
 
 class Faults:
-    """One method for each kind, named for it."""
+    """One method per kind of fault, named after the kind."""
 
     lost_datagrams, late_datagrams = _trouble("lost"), _trouble("late")
     doubled_datagrams, rejected_datagrams = _trouble("doubled"), _trouble("rejected")
@@ -77,7 +77,7 @@ class Faults:
         return f"presence links between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def rejected_in_a_commit(world: Any) -> str:
-        """A firewall rejects everything new to one rank, which is late at a commit; the votes' links go on."""
+        """A firewall rejects all new traffic to one rank that is late at a commit, while the vote links stay open."""
         victim, seconds = world.random.choice(world.engine.ranks), world.random.choice((2.0, 20.0))
         late = world.random.choice((0.4, 1.5, 3.0))
 
@@ -92,11 +92,11 @@ class Faults:
         return f"{victim.name}, {late} s late, for {seconds} s"
 
     def cut_and_failing_install(world: Any) -> str:
-        """A cut at a commit, and on the other side an install that fails."""
+        """Cut a link at a commit and make an install fail on the other side."""
         pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
 
         def begin() -> None:
-            # The engine may have restarted with other processes before the commit.
+            # The engine may have restarted with different processes before the commit.
             if pair[1] in world.engine.ranks:
                 world.network.cut(pair[0].name, pair[1].name, seconds)
                 world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
@@ -105,7 +105,7 @@ class Faults:
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s, where the install fails"
 
     def abort_and_late_end(world: Any) -> str:
-        """A plan is aborted while one rank's transfer still runs, and ends only when the next one is under way."""
+        """Abort a plan while one rank's transfer still runs, which then only ends during the next plan."""
         rank, seconds = world.rank(), world.random.choice((1.0, 4.0, 8.0))
         world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
         other = world.engine.ranks[(rank + 1) % world.shapes.ranks]
@@ -161,7 +161,7 @@ class Faults:
         return "plans reach some ranks only"
 
     def call_off(world: Any) -> str:
-        """Call off the plan under way, at once or when all ranks are ready to commit a layer."""
+        """Call off the plan in progress, at once or when all ranks are ready to commit a layer."""
         if world.calls.random() < 0.5:
             called = world.service is not None and world.service.call_off()
             return "at once" if called else "none, as no plan is under way"
@@ -180,4 +180,4 @@ FAULTS: dict[str, Callable[[Any], str]] = {
 """Faults by name."""
 CALL_OFF = "call off"
 BEYOND = ("counted twice", "counted from zero")
-"""Faults of what agents take for true, the model's own count of its passes: drawn only where they are asked for."""
+"""Faults in the model's own count of its passes, which agents trust. They are only drawn on request."""

@@ -1,4 +1,4 @@
-"""Raises errors between any two lines of the agent, on the thread of a simulated model."""
+"""Raise errors between any two lines of the agent, on the thread of a simulated model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tests.injected import leaves_a_with
 from tests.simulation.scheduler import Process
 
 _GUARD = "_contained.<locals>.contain.<locals>.call"
-"""Function that contains errors: nothing that Python runs could catch one in its first line."""
+"""Function that contains errors.
+
+Its own lines must not fail, because no Python code could catch an error in the first one.
+"""
 
 
 @contextmanager
 def failing_lines(process: Process) -> Iterator[None]:
-    """Raise a ``MemoryError`` within, once so many lines have run as ``failing_line`` of the process says."""
+    """Raise a ``MemoryError`` in this context after the number of lines in the process's ``failing_line``."""
     if not process.failing_line:
         yield
         return

@@ -1,4 +1,7 @@
-"""A host and its model on one simulated rank: passes are queued ahead of the device, and each is checked as it runs."""
+"""A host and its model on one simulated rank.
+
+Passes are queued ahead of the device, and each is checked when it runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ ROWS = 64
 
 
 class SimulatedLayer:
-    """A live layer whose expert ``e`` is ``1000 layer + e``, twice; its memory is of the slots, then ``log2phy``."""
+    """A live layer whose expert ``e`` is stored as two values ``1000 layer + e``.
+
+    Its memory holds the slots, then ``log2phy``.
+    """
 
     shares_tokens = False
 
@@ -39,7 +45,7 @@ class SimulatedLayer:
 
 @dataclass
 class Misfits:
-    """Calls and counts of one host's that are not one per pass: calls missed, made twice, passes counted too many."""
+    """A host's deviations from one call per pass: missed calls, repeated calls, and extra counted passes."""
 
     missed: int = 0
     doubled: int = 0
@@ -47,17 +53,18 @@ class Misfits:
 
 
 class Model:
-    """Passes of all ranks of one engine: queued by each, run on all devices once all have, by what each served then.
+    """Passes of all ranks of one engine, which run on all devices once every rank has queued them.
 
-    Hosts are quicker than their devices, and each ``ahead`` by so many calls: with one it waits for each pass. A call
-    comes after as many passes, the same on all ranks, as ``stride`` says when the first of them begins.
+    Each pass uses the memory of every rank at the time when that rank queued it. Hosts run ``ahead`` of their devices
+    by that number of calls; with 1, a host waits for each pass. The number of passes between two calls is equal on all
+    ranks. It is the value of ``stride`` when the first rank queues them.
     """
 
     def __init__(
         self, processes: list[Process], shapes: Any, breach: Callable[[str], None], stride: Callable[[], int]
     ) -> None:
         self.placement, self.seconds = shapes.placement, shapes.pass_seconds
-        # Every other host is further ahead, unless all wait for each pass.
+        # Every other host runs further ahead, unless all hosts wait for each pass.
         self.ahead = [shapes.ahead + rank % 2 * (shapes.ahead - 1) for rank in range(len(processes))]
         self.queued = [0] * len(processes)
         self.run = self.passes = self._begun = 0
@@ -70,7 +77,10 @@ class Model:
         self._right: set[tuple[bytes, ...]] = set()
 
     def queue(self, rank: int, memory_LX: torch.Tensor, counter: torch.Tensor) -> None:
-        """Queue the passes up to the next call of one rank, as its memory is now; waits for a device far behind."""
+        """Queue one rank's passes up to its next call, with a copy of its current memory.
+
+        Wait if the device is far behind.
+        """
         self.queued[rank] += 1
         number = self.queued[rank]
         counter += self._strides.get(number) or self._strides.setdefault(number, self._stride())
@@ -84,7 +94,7 @@ class Model:
         self._changed[rank].wait_for(lambda: number - self.run < self.ahead[rank])
 
     def at_rest(self, rank: int, seconds: float | None = None) -> bool:
-        """Wait, for so long at most, until the device has run all that this rank has queued."""
+        """Wait until the device has run all passes that this rank has queued, or for at most ``seconds``."""
         return self._changed[rank].wait_for(lambda: self.run >= self.queued[rank], seconds)
 
     def _ended(self) -> None:

@@ -1,4 +1,4 @@
-"""Datagrams and links between simulated processes, and what can go wrong with them."""
+"""Datagrams and links between simulated processes, and the faults that can affect them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worker_agent.swap.vote_link import Kind
 _LATENCY = (0.0001, 0.002)
 _BYTES_PER_SECOND = 1e9
 _PROGRESS = 4
-"""Place of the slowest rank's progress in a reduced ballot, after its head."""
+"""Index of the slowest rank's progress in a reduced ballot, after the header."""
 
 
 class Network:
-    """All hosts' network; rates are of datagrams, per kind of trouble, and hold while the trouble lasts."""
+    """The network of all hosts. The rates apply to datagrams, per kind of fault, while the fault lasts."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -46,7 +46,7 @@ class Network:
         return self.scheduler.random.uniform(*_LATENCY)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
-        """Let nothing through between two processes for so long; links between them break."""
+        """Block all traffic between two processes for ``seconds``. Links between them break."""
         self._cut[frozenset((one, other))] = self.scheduler.now + seconds
         for mesh in self.meshes.values():
             mesh.cut(one, other)
@@ -55,21 +55,21 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
-        """Return whether nothing between this process and some other has arrived for so long."""
+        """Return whether no message between this process and some other one has arrived for ``seconds``."""
         began = self.scheduler.now - seconds
         return any(name in pair and since <= began for pair, since in self._silent.items())
 
     def end_links(self, one: str, other: str, seconds: float) -> None:
-        """End the presence links between two processes, and reject new ones for so long; nothing else breaks."""
+        """End the presence links between two processes and reject new ones for ``seconds``. Nothing else breaks."""
         self._links_end[frozenset((one, other))] = self.scheduler.now + seconds
 
     def links_ended(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether the presence link between two addresses has ended and is not open again."""
+        """Return whether the presence link between two addresses has ended and not been reopened."""
         pair = frozenset(self.sockets[each].process.name for each in (one, other) if each in self.sockets)
         return self._links_end.get(pair, 0.0) > self.scheduler.now
 
     def links_carry(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether a message passes between two processes now: both run, and nothing is between them."""
+        """Return whether two processes can exchange messages now: both run, and the path is not cut."""
         ends = [self.sockets[each].process for each in (one, other) if each in self.sockets]
         if len(ends) < 2 or self.links_ended(one, other) or self.is_cut(*(end.name for end in ends)):
             return False
@@ -107,7 +107,7 @@ class Network:
 
 
 class Socket:
-    """A datagram socket, as far as agents use one."""
+    """A datagram socket with the operations that agents use."""
 
     def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
         self.process, self.address, self._network = process, address, network
@@ -157,7 +157,7 @@ class Socket:
             self._changed.notify()
 
     def refuse(self) -> None:
-        """Take word that nobody listens at the peer's address; an unconnected socket hears nothing."""
+        """Record that no socket listens at the peer's address. An unconnected socket receives no such error."""
         if self._peer is not None:
             self._refused = True
             self._changed.notify()
@@ -186,7 +186,7 @@ class Socket:
 
 
 class Mesh:
-    """Links of one process group, between all pairs of its ranks; they end with the first handle that goes."""
+    """Links of one process group between all pairs of its ranks. They end when the first handle is released."""
 
     def __init__(self, network: Network, name: str, size: int) -> None:
         self.network, self.name, self.size = network, name, size
@@ -198,7 +198,7 @@ class Mesh:
         self._pending: dict[int, set[Work]] = {rank: set() for rank in range(size)}
 
     def join(self, rank: int, process: Process, seconds: float) -> Handle:
-        """Wait until all ranks are there; raises ``RuntimeError`` where they do not come."""
+        """Wait until all ranks have joined. Raises ``RuntimeError`` if they do not."""
         if rank in self.handles or self.broken_at:
             raise RuntimeError(f"{self.name}: its links are broken")
         opened = Event(process)
@@ -223,7 +223,10 @@ class Mesh:
             self._break({rank for rank, (process, _) in self.handles.items() if process.name in (one, other)})
 
     def reduce(self, work: Work, number: int, values: list[int]) -> None:
-        """Take one rank's part of an all-reduce; once all have taken part, each hears the outcome in its own time."""
+        """Record one rank's part of an all-reduce.
+
+        Once all parts are there, each rank receives the result after its own latency.
+        """
         parts = self._reduced.setdefault(number, {})
         parts[work.rank] = (work, values)
         self._begin(work)
@@ -237,14 +240,14 @@ class Mesh:
         if self.network.aimed_at_ballots and (lowest[0], lowest[_PROGRESS]) == (Kind.BALLOT, Progress.READY):
             self.network.aimed_at_ballots.popleft()()
         if self.network.aimed and lowest[0] == Kind.BOUNDARY:
-            # A layer is being committed: some ranks have heard so by then, and others not.
+            # A layer is being committed. At this time some ranks know the outcome and others do not.
             scheduler.at(scheduler.now + self.network.latency(), self.network.aimed.popleft())
         for each, _ in parts.values():
             due = scheduler.now + self.network.latency()
             scheduler.at(due, lambda each=each: each.reduced(lowest))
 
     def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> Work:
-        """Match what a rank sends with what another waits for, in order."""
+        """Match a rank's sends with its peer's receives, in order."""
         self._begin(work)
         ours, theirs = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
         others = theirs.setdefault(pair, deque())
@@ -286,7 +289,7 @@ class Mesh:
             if rank in ranks:
                 self._fail(rank)
             elif rank not in self.broken_at:
-                # A process with links of its own to the ranks that are left closes them as it hears.
+                # The process closes its own links to the remaining ranks when it learns of the break.
                 scheduler.at(scheduler.now + self.network.latency(), lambda rank=rank: self._fail(rank))
 
     def _fail(self, rank: int) -> None:
@@ -298,7 +301,7 @@ class Mesh:
 
 
 class Handle:
-    """One rank's end of a mesh, as agents use a gloo group; with the last reference its links close."""
+    """One rank's end of a mesh, with the interface of a gloo group. Its links close with the last reference."""
 
     def __init__(self, mesh: Mesh, rank: int, process: Process) -> None:
         self._mesh, self._rank, self._process = mesh, rank, process
@@ -330,7 +333,7 @@ class Handle:
 
 
 class Work:
-    """Something under way on a mesh, as gloo's: a wait that times out ends nothing."""
+    """A pending operation on a mesh, like gloo's. A wait that times out does not end the operation."""
 
     def __init__(self, mesh: Mesh, rank: int, process: Process, tensor: torch.Tensor | None = None) -> None:
         self.rank = rank
@@ -362,7 +365,7 @@ class Work:
 
 
 class SimulatedPeers(Peers):
-    """Socket of one rank, in the simulation."""
+    """One rank's socket in the simulation."""
 
     def _bind(self) -> Any:
         datagrams = self.runtime.datagrams(self._family)
@@ -370,7 +373,7 @@ class SimulatedPeers(Peers):
 
 
 class SimulatedLinks:
-    """Presence links of one rank: they may end while both processes live, and carry messages unless they are cut."""
+    """Presence links of one rank. They may end while both processes live, and carry messages unless they are cut."""
 
     complaint = None
 
@@ -388,7 +391,10 @@ class SimulatedLinks:
         self._carry(self._addresses[rank], message, self.hear)
 
     def ended(self, rank: int) -> bool:
-        """Return what a rank sees: an ended link that a firewall, or a process that is gone, keeps it from opening."""
+        """Return whether the link has ended and cannot be reopened.
+
+        A link cannot be reopened through a firewall or if the process is gone.
+        """
         there = self._addresses[rank]
         return there not in self._network.sockets or self._network.links_ended(self._address, there)
 
@@ -410,7 +416,7 @@ class SimulatedLinks:
 
 
 class SimulatedGroup(AgentGroup):
-    """Agents' group whose links are those of the simulation."""
+    """An agents' group that uses the simulated links."""
 
     network: Network
     formation: str

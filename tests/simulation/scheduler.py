@@ -1,7 +1,7 @@
-"""One thread that runs all processes of a simulation by turns, in an order drawn from its seed, on a clock of its own.
+"""One thread that runs all processes of a simulation in turn, in a seeded order and on a simulated clock.
 
-Threads are greenlets: one runs until it waits, and every wait is an entry of the scheduler's heap. So a run is a
-function of its seed alone.
+Threads are greenlets. Each runs until it waits, and every wait is an entry in the scheduler's heap, so a run depends
+only on its seed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Scheduler:
         self._hub = getcurrent()
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        """Call then; of two calls at one moment the first that was asked for is made first."""
+        """Schedule a call at ``moment``.
+
+        Calls at the same moment are made in the order in which they were scheduled.
+        """
         self._number += 1
         heapq.heappush(self._heap, (moment, self._number, call))
 
@@ -53,11 +56,11 @@ class Scheduler:
         self.log.append(line)
 
     def fingerprint(self) -> tuple[int, int, int]:
-        """Fingerprint of a run: of its story, its events, and all that was drawn."""
+        """Return a fingerprint of the run: its log, its events, and all random draws."""
         return self.digest, self.events, zlib.crc32(repr(self.random.getstate()).encode())
 
     def soon(self) -> float:
-        """Moment at which a thread that is woken now has its turn."""
+        """Return the moment at which a thread that is woken now gets its turn."""
         return self.now + self.random.random() * _WAKE_SECONDS
 
 
@@ -80,26 +83,27 @@ class Thread:
         self.ended.wait(timeout)
 
     def wake(self, wait: int, woken: bool = True) -> None:
-        """Let it go on from its wait of this number, when its turn comes."""
+        """Let the thread continue from its wait with this number when its turn comes."""
         scheduler = self.process.scheduler
         scheduler.at(scheduler.soon(), lambda: self._turn(wait, woken))
 
     def wait(self, timeout: float | None) -> bool:
-        """Give the turn to others until woken, or for so long; returns whether it was woken."""
+        """Yield to other threads until woken or until ``timeout``. Return whether the thread was woken."""
         process = self.process
         if not process.alive:
             raise GreenletExit
         self.waits += 1
         number = self.waits
         if timeout is not None:
-            # Less than the clock's last digit would be no wait at all, and be made for ever.
+            # A timeout below the clock's resolution would not advance the clock, so the thread would wait in an endless
+            # loop.
             due = process.scheduler.now + max(1e-6, timeout) * process.drift
             process.scheduler.at(due, lambda: self._turn(number, False))
         woken: bool = process.scheduler._hub.switch()
         return woken
 
     def end(self) -> None:
-        """Its process has ended: it unwinds, and can wait for nothing."""
+        """Unwind the thread because its process has ended. It can no longer wait."""
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
@@ -130,7 +134,7 @@ class Thread:
 
 
 class Process:
-    """A simulated process: threads that end together, a clock that may drift. It is the runtime of its agent."""
+    """A simulated process: threads that end together, and a clock that may drift. It is also its agent's runtime."""
 
     def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0, network: Any = None) -> None:
         self.scheduler, self.name, self.drift, self.network = scheduler, name, drift, network
@@ -147,7 +151,7 @@ class Process:
         self.datagrams = lambda family: self.network.socket(self)
 
     def freeze(self, seconds: float, thread: str | None = None) -> None:
-        """Stop it, or one of its threads, for so long."""
+        """Freeze the process, or one of its threads, for ``seconds``."""
         until = self.scheduler.now + seconds
         if thread is not None:
             self.held[thread] = max(self.held.get(thread, 0.0), until)
@@ -171,7 +175,7 @@ class Process:
         return self._began + (self.scheduler.now - self._began) / self.drift
 
     def _fail(self) -> None:
-        """Raise where an exception is ordered for this thread: so many looks at the clock from when it was."""
+        """Raise the error scheduled for this thread once it has read the clock the given number of times."""
         thread: Thread | None = getattr(getcurrent(), "thread", None)
         if thread is None or thread.process is not self or thread.name not in self.failing:
             return
@@ -196,7 +200,7 @@ class Process:
 
 
 class Event:
-    """As ``threading.Event``."""
+    """Like ``threading.Event``."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -221,7 +225,7 @@ class Event:
 
 
 class Condition:
-    """As ``threading.Condition``; only one thread runs at a time, so there is nothing to lock."""
+    """Like ``threading.Condition``. Only one thread runs at a time, so there is nothing to lock."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -258,7 +262,7 @@ class Condition:
 
 
 class Queue:
-    """As ``queue.SimpleQueue``."""
+    """Like ``queue.SimpleQueue``."""
 
     def __init__(self, process: Process) -> None:
         self._items: deque[Any] = deque()
@@ -275,7 +279,7 @@ class Queue:
 
 
 class Timer:
-    """As ``threading.Timer``, already started."""
+    """Like ``threading.Timer``, already started."""
 
     def __init__(self, process: Process, seconds: float, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call

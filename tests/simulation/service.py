@@ -1,4 +1,4 @@
-"""The real service on a simulated process: only gRPC, threads, clock and disk are the simulation's."""
+"""The real service on a simulated process. Only gRPC, threads, clock and disk are simulated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.simulation.stream import NAME, Call
 
 DEPLOYMENT = "simulated"
 _EPOCH = 1_800_000_000.0
-"""Seconds since 1970 at which a run begins."""
+"""Start time of a run, in seconds since 1970."""
 _MODULES = (agents, service, store, computing, decider, streams, control_plane, deployments, logs)
 
 
@@ -52,7 +52,7 @@ class Disk:
 
 
 class Task(asyncio.Task[Any]):
-    """A task of a simulated service: sets of them have one order in every run."""
+    """A task of a simulated service. Sets of tasks have the same order in every run."""
 
     def __init__(self, coroutine: Any, loop: Loop, number: int, **named: Any) -> None:
         self.number = number
@@ -63,7 +63,7 @@ class Task(asyncio.Task[Any]):
 
 
 class Loop(asyncio.BaseEventLoop):
-    """Event loop of a process, on the scheduler's clock; with the process all tasks end."""
+    """Event loop of a process, on the scheduler's clock. All its tasks end with the process."""
 
     def __init__(self, process: Process) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _done(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 
 class Service(control_plane.ControlPlane):
-    """One life of the service; ``done`` counts the plans that were carried out whole."""
+    """One life of the service. ``done`` counts the plans that were carried out completely."""
 
     def __init__(self, scheduler: Scheduler, settings: ServiceSettings) -> None:
         self.writer = store.StoreWriter(store.Store(store.MEMORY), lambda: None)
@@ -150,7 +150,7 @@ class Service(control_plane.ControlPlane):
         self._loop.create_task(self._answer(call))
 
     def call_off(self) -> bool:
-        """Call off the plan under way, as if heat had changed; return False if there is none."""
+        """Call off the plan in progress, as if heat had changed. Return False if there is none."""
         deployment = self.deployments.get(DEPLOYMENT)
         if deployment is None or deployment.plan is None or deployment.plan.called_off:
             return False
@@ -176,7 +176,7 @@ class Service(control_plane.ControlPlane):
             call.end()
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Use the disk, while there is a process that could."""
+        """Run a disk operation, unless the process has ended."""
         return _done(function, *arguments) if self.process.alive else _done(int)
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
@@ -188,7 +188,7 @@ class Service(control_plane.ControlPlane):
 
 @contextlib.contextmanager
 def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -> Iterator[None]:
-    """Within it services have the simulation's clock, disk and threads, and their errors are breaches."""
+    """Give services the simulation's clock, disk and threads in this context, and report their errors as breaches."""
 
     def now() -> float:
         return _EPOCH + scheduler.now

@@ -1,4 +1,4 @@
-"""A stream between one rank's agent and the service: gRPC's part, on simulated processes and their network."""
+"""The gRPC stream between one rank's agent and the service, on simulated processes and their network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lost(grpc.RpcError):
 
 
 class SimulatedSettings(AgentSettings):
-    """An agent's settings whose streams to the service are the simulation's."""
+    """An agent's settings whose streams to the service are simulated."""
 
     _streams: Any = PrivateAttr()
 
@@ -36,9 +36,9 @@ class SimulatedSettings(AgentSettings):
 
 
 class Call:
-    """One stream, in both hands: the agent iterates and cancels, the service reads and writes.
+    """Both ends of one stream: the agent iterates and cancels, and the service reads and writes.
 
-    Requests are pulled on a thread of their own; what is sent arrives in order.
+    A separate thread pulls the requests. Messages arrive in the order in which they were sent.
     """
 
     def __init__(self, process: Process, network: Network, service: Any, requests: Iterator[Any]) -> None:
@@ -55,7 +55,7 @@ class Call:
         else:
             process.later(0.1, self.cancel)
 
-    # The agent's hand
+    # The agent's end
 
     def __iter__(self) -> Call:
         return self
@@ -76,13 +76,16 @@ class Call:
 
     cancel = end
 
-    # The service's hand
+    # The service's end
 
     async def read(self) -> Any:
         return await self._inbox.get()
 
     async def write(self, answer: Any) -> None:
-        """Send to the rank; plans, which alone are bytes already, are lost where the service's host withholds them."""
+        """Send to the rank.
+
+        Plans, the only messages passed as bytes, are lost while the service's host withholds them.
+        """
         if not isinstance(answer, bytes):
             answer = answer.SerializeToString()
         elif self._service.withholds():

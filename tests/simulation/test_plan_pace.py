@@ -35,7 +35,7 @@ def test_the_votes_and_the_share_of_the_link_are_the_agent_s_defaults() -> None:
 
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]:
-    """Return the accepted plans by id, each with the latest step at which a rank accepted it."""
+    """Return the accepted plans by id, each with the last step at which a rank accepted it."""
     found: dict[int, tuple[RankPlan, int]] = {}
     offer = SwitchState.offer
 
@@ -50,7 +50,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]
 
 
 def moved(plan: RankPlan, column: int) -> list[np.ndarray]:
-    """Return how many experts each rank sends (column 0 of moves) or receives (column 2), by layer."""
+    """Return the number of experts that each rank sends (column 0 of moves) or receives (column 2), by layer."""
     return [np.bincount(layer.moves_M5[:, column], minlength=RANKS) for layer in plan.layers]
 
 
@@ -61,7 +61,7 @@ def test_layers_switch_at_the_passes_that_the_costs_predict(
     world.faults = []
     world.shapes.layers = LAYERS
     world.shapes.ahead = 1
-    # Each layer's weights arrive within a pass.
+    # Each layer's weights arrive within one pass.
     world.shapes.pass_seconds = 1.0
     world.settings.update(vote_interval=4, bytes_per_step=None, history=tmp_path)
     assert world.run().breaches == ()

@@ -1,4 +1,4 @@
-"""Under every fault all ranks serve what their tables name and balance comes back; defects put back are found."""
+"""Tests that balancing recovers under every fault, and that the simulation finds known bugs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_defect_put_back_is_found(name: str) -> None:
 
 @pytest.mark.slow
 def test_attempts_that_failed_for_another_reason_do_not_put_the_first_vote_off() -> None:
-    """After six attempts that fail on rejected datagrams, the next one must not wait 4,096 passes for its vote."""
+    """After six attempts that fail on rejected datagrams, the next attempt must not wait 4,096 passes for its vote."""
     outcome = World(1088).run()
     assert outcome.breaches == ()
     assert outcome.healed_after < 200

@@ -1,4 +1,4 @@
-"""A whole run: an engine, a service, faults drawn from the seed, and what must hold in spite of them."""
+"""A complete run: an engine, a service, faults drawn from the seed, and the invariants that must hold despite them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
 
 _QUIET_PASSES = 50
-"""Before the first fault: the ranks vote, and a first plan goes out."""
+"""Passes before the first fault, in which the ranks vote and receive a first plan."""
 _FAULTY_PASSES = 200
-"""In which faults happen."""
+"""Passes in which faults happen."""
 BOUND_SECONDS = 1800.0
-"""After the last fault a plan must have been carried out within so long."""
+"""Maximum time from the last fault to the next completed plan."""
 _RESTART_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _STILL_SECONDS = 3.0
@@ -36,7 +36,7 @@ _SERVICE = {"window_steps": 64, "decision_interval": 16, "report_steps": 8, "sto
 
 
 class Outcome(NamedTuple):
-    """Outcome of a run: what went wrong, if anything, and how far it came."""
+    """Outcome of a run: its breaches, and how far it progressed."""
 
     seed: int
     breaches: tuple[str, ...]
@@ -50,16 +50,18 @@ class Outcome(NamedTuple):
 
 
 def simulate(seed: int, *arguments: Any) -> Outcome:
-    """Make one run of many, which looks for garbage in what is its own alone."""
+    """Make one of many runs. Garbage collection ignores the objects of earlier runs."""
     gc.collect()
     gc.freeze()
     return World(seed, *arguments).run()._replace(log=())
 
 
 class World:
-    """One run of one seed; ``kinds`` are the faults that may be drawn, so ``many``; by default all, and any.
+    """One run of one seed.
 
-    With a ``bound`` of 0 nobody waits for balance to come back: only what must never happen counts.
+    ``kinds`` are the faults to draw from and ``many`` is their number. By default all kinds may be drawn, and the
+    number is random. With a ``bound`` of 0, the run does not wait for balancing to recover and only checks for
+    forbidden states.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class World:
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)
-        # Links close with their last reference: garbage is looked for at moments of the run's own.
+        # Links close with their last reference, so garbage is collected at moments that the run determines.
         gc.disable()
         try:
             with simulated(self.scheduler, self.disk, self.breach):
@@ -135,7 +137,7 @@ class World:
         log = tuple(self.scheduler.log)
         return Outcome(self.seed, tuple(self.breaches), *ran, healed_after, len(self.faults), log)
 
-    # Parts that end and begin
+    # Start and end of the parts
 
     def start_service(self) -> None:
         try:
@@ -161,7 +163,7 @@ class World:
         self._note(what)
         self.breaches.append(what)
 
-    # What happens
+    # Events
 
     def _until(self, moment: float, over: Callable[[], bool]) -> None:
         while self.scheduler.now < moment and not over() and not self.breaches:
@@ -182,7 +184,7 @@ class World:
         return self.scheduler.now - healed
 
     def _check_service(self, service: Service) -> None:
-        """A service whose ranks have met and done a plan knows what they serve, its store what became of plans."""
+        """Check that an idle service knows the ranks' layout and its store has the outcomes of all plans."""
         if not self.bound or self.breaches or len(self.engine.agents) < self.shapes.ranks:
             return
         deployment = service.deployments[DEPLOYMENT]
@@ -197,10 +199,10 @@ class World:
         return self.plans_done + (self.service.done if self.service else 0)
 
     def _look(self) -> None:
-        """Restart an engine that has ended, and ask whether it had to."""
+        """Restart an engine that has ended, and report a breach if it had no reason to end."""
         engine = self.engine
-        # An error between a vote's outcome and an installed layer ends the engine, and has to; another rank may hear
-        # of it without the reason.
+        # An error between a vote's outcome and the install of its layer must end the engine. Other ranks may learn of
+        # the error without its reason.
         due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
             if not (self.excused or any(one in reason for one in due)):
@@ -232,7 +234,10 @@ class World:
         return [(moment, self.random.choice(self.kinds)) for moment in moments]
 
     def stride(self) -> int:
-        """Passes to make at once: where faults are over and nothing but the clock has moved, those of a second."""
+        """Return the number of passes to run at once.
+
+        The passes of one second are run at once if all faults are over and only the clock has advanced.
+        """
         states = [agent._switch.state for agent in self.engine.agents.values()]
         alike = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
         if not alike or not self.healed:
@@ -247,7 +252,7 @@ class World:
         return heard and (deployment is None or deployment.plan is None)
 
     def drawn_heat(self) -> npt.NDArray[np.int32]:
-        """Tokens of one rank in a pass, int32 ``[L, E]``: a few experts are hot."""
+        """Draw the tokens of one rank in a pass, int32 ``[L, E]``. A few experts are hot."""
         draw, shape = self.random.paretovariate, (self.shapes.layers, self.shapes.experts)
         return np.array([int(10 * draw(1.0)) for _ in range(shape[0] * shape[1])], np.int32).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Bytes, connections, streams and requests beyond what is borne."""
+"""Floods of bytes, connections, streams and requests that exceed the service's limits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ async def _broken_off(target: Target) -> str:
         grown = target.resident_bytes - before
         for rank in tried:
             rank.call.cancel()
-    # Of one host eight at most are read at a time; what is on its way to the others is a window each.
+    # The service reads at most eight streams per host at a time. Each other stream has at most one flow-control window
+    # in transit.
     assert grown < 128 * MIB, f"{grown >> 20} MiB more"
     return f"bounded: {max(0, grown) >> 20} MiB more"
 
@@ -105,7 +106,7 @@ async def _fat_hellos(target: Target) -> str:
         codes = await asyncio.gather(*(target.refusal(hello) for _ in range(30)))
         assert set(codes) <= {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED}
         grown.append(target.resident_bytes - before)
-    # What the allocator keeps of the first is used again by the others.
+    # The allocator keeps the memory of the first round, and the other rounds reuse it.
     assert grown[0] < 128 * MIB, grown
     assert grown[2] - grown[0] < 64 * MIB, grown
     return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each of three"
@@ -171,7 +172,10 @@ async def _reset(target: Target) -> str:
 
 
 async def _few_lines_after(target: Target, flood: Callable[[], Awaitable[None]]) -> str:
-    """Run a flood; the log may grow by its burst and ten lines a second, and by no traceback."""
+    """Run a flood and return the new log lines.
+
+    The log may grow by its burst and ten lines a second, and must have no traceback.
+    """
     before = target.service.log.stat().st_size
     await flood()
     await asyncio.sleep(1)

@@ -1,4 +1,4 @@
-"""The list of what strangers try, and how an attempt gets into it."""
+"""The list of attempts by strangers, and the functions that register them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tests.attacks.target import Target
 
 @dataclass(frozen=True)
 class Attempt:
-    """One thing to try, and the promise that it proves; ``run`` fails where it does harm, and returns what came of it.
+    """One attempt and the guarantee that it checks.
 
-    ``locked``: against a service that asks for credentials.
+    ``run`` fails if the attempt does harm, and returns a description of the outcome. ``locked`` attempts run against a
+    service that requires credentials.
     """
 
     name: str
@@ -28,7 +29,7 @@ ATTEMPTS: list[Attempt] = []
 
 
 def attempt(name: str, proves: str, *, locked: bool = False) -> Callable[[Any], Any]:
-    """Lists what it decorates."""
+    """Register the decorated function as an attempt."""
 
     def listed(run: Callable[[Target], Awaitable[str]]) -> Callable[[Target], Awaitable[str]]:
         ATTEMPTS.append(Attempt(name, proves, locked, run))
@@ -44,7 +45,7 @@ def refused(
     *,
     locked: bool = False,
 ) -> None:
-    """List attempts, each by its name, that must end with a status, and so prove one promise."""
+    """Register attempts by name that must all end with the status ``expected``, and so check one guarantee."""
     for name, call in calls.items():
 
         async def run(target: Target, call: Callable[[Target], Awaitable[Any]] = call) -> str:

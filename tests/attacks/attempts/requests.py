@@ -1,4 +1,4 @@
-"""What strangers send: requests that are spoilt, huge or another's."""
+"""Invalid, oversized or forged requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spoilt_heat(first_step: int = 0, **changes: Any) -> agent_pb2.HeatReport:
 
 
 async def refused_with(target: Target, **message: Any) -> grpc.StatusCode:
-    """What a whole group's rank 0 is refused with for a message."""
+    """Return the status with which a complete group's rank 0 is rejected after it sends this message."""
     async with FakeGroup(target.service.address) as group:
         await group.join()
         await group.ranks[0].say(**message)
@@ -40,7 +40,7 @@ TOO_LARGE = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (
 
 
 async def refused_after_hello(target: Target, *requests: agent_pb2.ConnectRequest) -> grpc.StatusCode:
-    """What a rank is refused with, while it is still speaking."""
+    """Return the status with which a rank is rejected while it is still sending."""
     hello = agent_pb2.ConnectRequest(hello=hello_with())
     code, _ = await refusal_of(target.service.address, hello, *requests)
     return code

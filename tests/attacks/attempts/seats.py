@@ -1,4 +1,4 @@
-"""Deployments that cost too much, and seats that are taken."""
+"""Deployments that cost too much, and attempts to take another rank's seat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers that say nothing, or not enough, on every port, many at a time."""
+"""Many concurrent callers on every port that send nothing or too little."""
 
 from __future__ import annotations
 

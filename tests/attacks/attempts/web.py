@@ -1,4 +1,4 @@
-"""Requests over HTTP, to the page and its JSON, that are another's or malformed."""
+"""Cross-site or malformed HTTP requests to the status page and its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers without credentials, or with another's."""
+"""Callers without credentials, or with the wrong ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What torch_npu 2.13 documents of its operators beyond their schemas, as checks of each call of a 16-bit layer.
+"""Checks of the constraints that torch_npu 2.13 documents for its operators in addition to their schemas.
 
-``docs/research/operators.md`` lists them, and that (un)permute is called in float16 where bfloat16 alone is documented.
-A checked operator behaves as the reference, after an assertion about its arguments.
+The checks apply to each call of a 16-bit layer. ``docs/research/operators.md`` lists the constraints, and the one
+exception: (un)permute is also called in float16, although only bfloat16 is documented. A checked operator asserts that
+its arguments are allowed and then runs the reference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST_INDEX = 16777215
 
 
 def matrix(rows: torch.Tensor, *dtypes: torch.dtype) -> None:
-    """Rows of one of these dtypes, of which there are some."""
+    """Check that ``rows`` is a non-empty matrix of one of these dtypes."""
     assert rows.dtype in dtypes, f"rows are of {dtypes}, got {rows.dtype}"
     assert rows.ndim == 2, f"rows are [N, H], got {list(rows.shape)}"
     assert rows.numel(), "rows are not empty"
@@ -73,7 +74,7 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
     matrix(rows_NK, FP16, BF16, torch.int8)
     assert rows_NK.is_contiguous(), "x is not transposed"
     assert weight_GKM.ndim == 3, "weights are [G, K, M]"
-    # Of a transposed weight the axis that is last in memory counts.
+    # The constraint applies to the axis of a transposed weight that is last in memory.
     inner = weight_GKM.shape[2] if weight_GKM.is_contiguous() else weight_GKM.shape[1]
     assert max(rows_NK.shape[1], inner) < 65536, "inner axes are below 65536"
     assert more["split_item"] in (2, 3), "one result"
@@ -130,7 +131,7 @@ def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *place: Any, **more: A
     if mask is not None:
         assert mask.dtype == torch.bool, "a mask is bool"
         assert mask.shape in (expert_ids.shape, expert_ids.shape[:1]), "a mask is of tokens or of choices"
-        # What is masked is not sent, whatever its id.
+        # A masked choice is not sent, so its id does not matter.
         active_TK = mask if mask.ndim == 2 else mask.unsqueeze(1)
         expert_ids = torch.where(active_TK, expert_ids, -1 - torch.arange(expert_ids.shape[1]))
     sorted_TK = expert_ids.sort(dim=1).values
@@ -152,7 +153,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def checked(behind: Any = reference) -> tuple[SimpleNamespace, set[tuple[Any, ...]]]:
-    """The operators ``behind``, each call checked first, and the forms in which they were called."""
+    """Return checked versions of the operators ``behind``, and the set of call forms that they have recorded."""
     called: set[tuple[Any, ...]] = set()
 
     def watch(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The layer's own calls, with every pair of its options, must keep to what torch_npu documents of each operator."""
+"""Tests that the layer's calls, with every pair of options, satisfy torch_npu's documented constraints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16_ROWS, FP16_ROWS = (
     [
         row
         | {"dtype": dtype, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"}
-        # MC2 takes 16 choices, where some of these rows have more.
+        # MC2 supports at most 16 choices, and some of these rows have more.
         | ({"top_k": "some"} if row["dispatcher"] == "mc2" and row["top_k"] == "all" else {})
         for row in ROWS
     ]
@@ -36,7 +36,7 @@ BF16_ROWS, FP16_ROWS = (
 
 
 def run_checked(row: Row, monkeypatch: pytest.MonkeyPatch, **changed: int) -> set[tuple[Any, ...]]:
-    """One step with checked operators, of a changed case; the forms in which they were called."""
+    """Run one step of a modified case with checked operators, and return the call forms that were recorded."""
     operators, called = checked()
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
@@ -60,7 +60,7 @@ def test_every_operator_is_called_within_its_documented_constraints(
         except AssertionError as broken:
             raise AssertionError(f"{broken}: {row}") from broken
     assert {operator for operator, *_ in called} == set(CHECKS)
-    # These calls are the ones that the wheel's schemas and shape functions are held against.
+    # The wheel's schemas and shape functions are checked against these calls.
     known = {form_of(call.operator, call.args, call.kwargs) for call in calls("cpu").values()}
     assert called - known == set()
 
@@ -68,7 +68,7 @@ def test_every_operator_is_called_within_its_documented_constraints(
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "moge", "mc2"])
 @pytest.mark.parametrize("kind", ["grouped", "W8A8"])
 def test_one_slot_per_rank(dispatcher: str, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """A list of one count is not allowed."""
+    """torch_npu does not accept a list with a single count."""
     row = next(row for row in BF16_ROWS if row["dispatcher"] == dispatcher and row["tokens"] == "different")
     row = row | {"kind": kind, "ranks": 2, "shared": "plain", "weigh_on_input": False, "mask": "none"}
     row["quantize_before_gather"] &= kind == "W8A8"
@@ -81,7 +81,7 @@ def test_one_slot_per_rank(dispatcher: str, kind: str, monkeypatch: pytest.Monke
 def test_mc2_has_its_communication_domain_to_itself(
     variant: MC2Variant, length: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """No other exchange enters it: its buffers are what ranks write into each other's memory through."""
+    """No other exchange may use this domain, because ranks write into each other's memory through its buffers."""
     here, operators = (
         threading.local(),
         SimpleNamespace(**{name: getattr(reference, name) for name in CHECKS}),

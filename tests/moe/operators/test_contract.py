@@ -1,7 +1,7 @@
-"""Every operator must be called as torch_npu declares it, so that what runs here on a CPU runs on an NPU.
+"""Tests that every operator is called as torch_npu declares it, so that code that runs on a CPU also runs on an NPU.
 
-``torch_npu/*.schemas`` and ``*.results.json`` are an extract of torch_npu's wheel; ``tools/torch_npu_contract.py`` says
-how it is made, and holds it against the wheel.
+``torch_npu/*.schemas`` and ``*.results.json`` are extracted from torch_npu's wheel. ``tools/torch_npu_contract.py``
+describes the extraction and compares the files with the wheel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RESULTS = json.loads((EXTRACT / "2.14.0.results.json").read_text())
 
 
 def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:
-    """torch_npu declares types as integers, which is how they arrive behind a schema."""
+    """Accept output dtypes as integers, because torch_npu's schemas declare them as integers."""
     types = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
     return reference.npu_grouped_matmul(*args, output_dtype=types.get(output_dtype), **kwargs)
 
 
 @pytest.fixture(scope="module")
 def declared() -> Iterator[SimpleNamespace]:
-    """The operators with torch_npu's own schemas, which check every argument and return, over the reference."""
+    """Yield the reference operators behind torch_npu's own schemas, which check every argument and return value."""
     library = torch.library.Library("torch_npu_contract", "DEF")
     behind = {name: getattr(reference, name) for name in NAMES} | {
         "npu_grouped_matmul": grouped_matmul_of_codes
@@ -66,7 +66,7 @@ def test_every_argument_is_torch_npus_with_its_default(schema: str):
         if argument.kind is inspect.Parameter.KEYWORD_ONLY:
             assert theirs[argument.name].kwarg_only
         else:
-            # torch calls a tensor "self" that Python cannot.
+            # torch names one tensor "self", a name that our Python signatures cannot use.
             assert positional[place] in (argument.name, "self")
         known = theirs[positional[place] if argument.name not in theirs else argument.name]
         if argument.default is not inspect.Parameter.empty:

@@ -1,4 +1,4 @@
-"""The fused exchanges must bring rows to their experts, masked tokens nowhere, and all of it back."""
+"""Tests that the fused exchanges send rows to their experts, skip masked tokens, and return all results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_in_two_levels_each_row_brings_its_weight():
 
 
 def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
-    """Rows that arrive here, each marked with its source rank and token, and their cumulative counts."""
+    """Return the rows that arrive here, each marked with its source rank and token, and their cumulative counts."""
     group = RankGroup(dist.group.WORLD)
     tokens = torch.arange(2.0)
     marked_TH = torch.stack([torch.full((2,), float(group.rank)), tokens], dim=1)
@@ -59,7 +59,8 @@ def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
 def test_rows_are_in_order_of_expert_and_then_source(eight_ranks: Ranks):
     results = eight_ranks.run(rows_by_source, 16)
     rows, counts = results[0]
-    # Expert 0: token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1: token 0 of rank 1.
+    # Expert 0 receives token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1 receives token 0
+    # of rank 1.
     assert rows[:10] == [[0, 0], [0, 1], *([rank, 1] for rank in range(1, 8)), [1, 0]]
     assert counts == [2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10, 10, 10, 10, 10, 10]
     rows, counts = results[7]

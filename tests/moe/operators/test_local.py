@@ -1,4 +1,4 @@
-"""The reference operators must do what their slow, obvious twins do."""
+"""Tests that the reference operators equal their slow, simple twins."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def product(
     dtype: torch.dtype | None = None,
     **more: torch.Tensor,
 ) -> torch.Tensor:
-    """The grouped product of one matrix for each group; ``more`` are its lists of one tensor."""
+    """Return the grouped product with one matrix per group.
+
+    ``more`` contains further one-tensor lists for the operator.
+    """
     lists = {name: [tensor] for name, tensor in more.items()}
     groups = {"group_list": group_list_G, "group_list_type": kind, "split_item": 2, "group_type": 0}
     (out_NM,) = reference.npu_grouped_matmul([rows_NK], [weight_GKM], **groups, output_dtype=dtype, **lists)
@@ -153,7 +156,7 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
 
 @pytest.mark.parametrize("columns", [1, 1024, 1025, 4099])
 def test_the_largest_sums_of_int8_products_are_exact(columns: int):
-    """An odd number among even ones past 2^24 is what float32 would lose."""
+    """The sum is odd and larger than 2^24, so float32 could not represent it."""
     rows_NK = torch.full((1, columns), -128, dtype=torch.int8)
     weight_GKM = torch.full((1, columns, 2), -128, dtype=torch.int8)
     rows_NK[0, -1], weight_GKM[0, -1] = 127, 127
@@ -172,7 +175,7 @@ def test_init_routing_quantizes_what_it_sorts():
 
 
 def test_sums_of_double_precision_stay_so():
-    """Under all-gather each rank sums its own choices: coarser sums would depend on which experts share a rank."""
+    """Under all-gather, each rank sums its own choices, so less precise sums would depend on the placement."""
     rows_NH = torch.tensor([[1.0], [2.0**-40], [-1.0]], dtype=torch.float64)
     out_TH = reference.npu_moe_token_unpermute(rows_NH, torch.arange(3), torch.ones(1, 3))
     assert out_TH.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""One small call of each form that 16-bit layers call operators in, for any device: on ``meta`` it costs nothing."""
+"""One small operator call for each form that 16-bit layers use, on any device. On ``meta``, the calls cost nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def calls(device: str) -> dict[str, Call]:
-    """The calls by what they show."""
+    """Return the calls, keyed by the form that they demonstrate."""
     found = {}
     for dtype, suffix in ((torch.bfloat16, ""), (torch.float16, ", float16")):
         each = [*_local(device, dtype), *_travelling(device, dtype)]
@@ -100,7 +100,7 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
     ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
     counts_E = torch.tensor([3, 6, 8, 10], dtype=torch.int32, device=device)
     a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
-    # Hardware understands masks on A3.
+    # The hardware supports masks on A3.
     masked = a3 | {"x_active_mask": zeros(T, K, dtype=torch.bool)}
     tp_counts = {"tp_send_counts": zeros(1, dtype=torch.int32)}
     two_levels = {"expert_scales": weights_TK}, {"expand_scales": zeros(rows, dtype=torch.float32)}
@@ -126,7 +126,7 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
 
 
 def results(device: str, operator_of: Callable[[str], Any]) -> dict[str, list[list[Any]]]:
-    """Dtype and shape of each tensor that each call returns."""
+    """Return the dtype and shape of each tensor that each call returns."""
     found = {}
     for title, call in calls(device).items():
         result = operator_of(call.operator)(*call.args, **call.kwargs)
@@ -148,11 +148,11 @@ SIZES = {
     "moe_expert_num",
     "group_tp",
 }
-"""Arguments that say how much there is and where, and not in which form it comes."""
+"""Arguments that hold sizes and ranks, and do not change the form of a call."""
 
 
 def form_of(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What two calls have in common that differ in sizes alone: dtypes and dimensions of tensors, and modes."""
+    """Return the tensor dtypes, tensor dimensions and modes of a call. They do not depend on sizes."""
     signature = inspect.signature(getattr(reference, operator))
     given = signature.bind(*args, **kwargs).arguments
     form = []
@@ -164,7 +164,7 @@ def form_of(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _kind(value: Any) -> tuple[str, int]:
-    """A tensor's dtype and dimensions, or what else it is; modes are numbers."""
+    """Return a tensor's dtype and number of dimensions, or the type of any other value. Modes are numbers."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.ndim
     return str(int(value) if isinstance(value, int) else value), 0

@@ -20,7 +20,7 @@ NATIVE = (
     "zero_",
     "zeros",
 )
-"""torch_npu must declare each of them for its device. It does not declare ``index_add_``, for example."""
+"""torch_npu must declare each of these operators for its device. It does not declare ``index_add_``, for example."""
 
 
 class Launched(TorchDispatchMode):

@@ -1,7 +1,7 @@
-"""Enough of torch_npu to import vLLM-Ascend and run its MoE layers on CPU: for tests alone.
+"""A fake torch_npu, sufficient to import vLLM-Ascend and run its MoE layers on CPU, for tests only.
 
-Devices named ``npu`` become the CPU, streams and events do nothing, and operators are this project's reference ones,
-which have the semantics of CANN's. What is only imported, and never called by an MoE layer, is a stand-in.
+Devices named ``npu`` become the CPU, streams and events do nothing, and operators are this project's reference
+operators, which have the semantics of CANN's. Names that MoE layers only import but never call are stand-ins.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ NEUTRAL = {
     "npu_moe_token_unpermute": ("restore_shape",),
     "npu_dynamic_quant": ("dst_type",),
 }
-"""Arguments that vLLM-Ascend passes and the reference operators lack, by operator; all but these are errors."""
+"""Arguments by operator that vLLM-Ascend passes but the reference operators do not have.
+
+Any other unknown argument is an error.
+"""
 SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
-"""Of those, the ones that may have a value: how the reference operators do it anyway."""
+"""Those arguments that may have a value, because the reference operators always behave that way."""
 
 
 class Unused(StandIn):
-    """Anything that is named, and called or inherited from at most while modules are imported."""
+    """A name that is at most called or inherited from while modules are imported."""
 
     def __call__(self, *_arguments, **_named):
         return Unused(f"{self._name}()")
@@ -52,7 +55,7 @@ class Unused(StandIn):
 
 
 class Stream:
-    """Work is done when a call returns: whatever is asked of a stream or an event has happened."""
+    """A stream or event whose work is always complete, because each call finishes before it returns."""
 
     def __init__(self, *_arguments, **_named):
         pass
@@ -101,7 +104,7 @@ def _operator(name):
                 value = named.pop(extra, None)
                 assert extra in SAY_NOTHING_NEW or not value, f"{name}: {extra} is {value}"
         for experts in ("weight", "scale"):
-            # A tensor per expert, which the reference operators take as one.
+            # One tensor per expert, which the reference operators accept as one tensor.
             if isinstance(named.get(experts), list) and len(named[experts]) > 1:
                 named[experts] = [torch.stack(named[experts])]
         for scale in ("scale", "per_token_scale"):
@@ -113,7 +116,7 @@ def _operator(name):
 
 
 class TorchOfTokenDispatcher:
-    """``torch`` for a module that asks for ``torch.device("npu")`` and counts integers with ``histc``."""
+    """``torch`` for a module that uses ``torch.device("npu")`` and counts integers with ``histc``."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -130,12 +133,12 @@ class TorchOfTokenDispatcher:
 
 
 def npu_format_cast(tensor, _format, **_named):
-    """A CPU knows one format."""
+    """Return the tensor unchanged, because a CPU has only one format."""
     return tensor
 
 
 def get_npu_format(_tensor):
-    """ND."""
+    """Return the code of the ND format."""
     return 2
 
 
