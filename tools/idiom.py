@@ -77,22 +77,20 @@ DOCS_TARGETS = (4, 3, 1)
 
 CEILINGS: dict[str, tuple[int, int, int]] = {
     "eplb_core/solver": (4, 3, 2),
-    "eplb_service/control/server": (5, 3, 1),
     "examples": (4, 6, 1),
     "tests/agent": (6, 5, 1),
-    "tests/attacks": (30, 8, 2),
-    "tests/benchmarks": (10, 4, 13),
-    "tests/demo": (8, 4, 1),
+    "tests/attacks": (8, 8, 2),
+    "tests/benchmarks": (6, 4, 13),
+    "tests/demo": (6, 4, 1),
     "tests/doctor": (6, 4, 2),
-    "tests/e2e": (34, 15, 3),
-    "tests/engines": (22, 11, 3),
-    "tests/faults": (33, 16, 4),
-    "tests/fuzz": (24, 4, 1),
-    "tests/model": (12, 4, 3),
-    "tests/moe": (26, 17, 5),
-    "tests/simulation": (23, 29, 5),
+    "tests/e2e": (6, 15, 3),
+    "tests/engines": (6, 11, 3),
+    "tests/faults": (6, 16, 4),
+    "tests/fuzz": (6, 4, 1),
+    "tests/model": (6, 4, 3),
+    "tests/moe": (6, 17, 5),
+    "tests/simulation": (6, 29, 5),
     "tests/swap": (6, 4, 1),
-    "worker_agent/doctor": (5, 3, 1),
 }
 """Present rates of the rooms that do not meet the targets yet. Lower or remove an entry after rewriting its room."""
 
