@@ -44,14 +44,14 @@ class Environment:
         if version == OWN:
             run([str(interpreter), "-m", "venv", str(self.folder)])
             install_from(scratch / "checkout", self.folder)
-            install(self.folder, str(wheels["eplb_agent"]), "hypothesis")
+            install(self.folder, str(wheels["eplb_agent"]), str(wheels["eplb_lab"]), "hypothesis")
         else:
             run([str(interpreter), "-m", "venv", "--without-pip", str(self.folder)])
             install(
                 self.folder,
                 f"{wheels['eplb_core']}[{'planner,wire' if self.has_service else 'wire'}]",
                 str(wheels["eplb_agent"]),
-                *([str(wheels["eplb_service"])] if self.has_service else []),
+                *([str(wheels["eplb_service"]), str(wheels["eplb_lab"])] if self.has_service else []),
                 "hypothesis",
             )
 
