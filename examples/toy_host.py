@@ -18,7 +18,11 @@ from eplb_core.placement import Placement
 from worker_agent.agent import Agent
 from worker_agent.settings import AgentSettings
 
-EXPERTS, SLOTS, HIDDEN, TOKENS, HEAT_ROWS = 8, 5, 16, 32, 64
+EXPERTS = 8
+SLOTS = 5
+HIDDEN = 16
+TOKENS = 32
+HEAT_ROWS = 64
 
 
 class ToyLayer:
@@ -28,7 +32,8 @@ class ToyLayer:
     shares_tokens = False  # each rank routes its own tokens, by its own table
 
     def __init__(self, experts_EHH: torch.Tensor, placement: Placement, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         self.weights_SHH = experts_EHH[torch.tensor(placement.phy2log_LRS[0, rank])].clone()
         self.expert_map = torch.tensor(placement.expert_map(rank)[0])
         self.log2phy = torch.tensor(placement.default_log2phy()[rank, 0])
@@ -75,7 +80,8 @@ def serve(service: str, steps: int, after_switch: int) -> tuple[float, int]:
     tuple of float and int
         Largest difference between the outputs and those of the experts themselves, and the number of switches.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     experts_EHH = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
     layer = ToyLayer(experts_EHH, Placement.linear(1, EXPERTS, ranks, SLOTS), rank, ranks)
     agent = Agent.start([layer], dist.group.WORLD, AgentSettings(service=service, deployment="toy"))

@@ -23,7 +23,7 @@ class Alarms(NamedTuple):
     false
         Number of false alarms.
     steps
-        Number of stationary steps in which they were counted.
+        Number of stationary steps that were checked for alarms.
     delays
         Steps from each change to its alarm; infinite if the change raised none.
     """

@@ -71,7 +71,7 @@ class Row:
     held
         Number of forecasts whose error interval contained the realised gain.
     below_off
-        Windows in which the gain over no balancing was less than the cost of moves and switches.
+        Number of windows whose gain over no balancing was below the cost of moves and switches.
     windows
         Number of windows that were checked for ``below_off``.
     """

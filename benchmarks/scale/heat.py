@@ -1,4 +1,4 @@
-"""Synthetic heat of a deployment, in the form in which its ranks report it."""
+"""Synthetic heat of a deployment, as reports of its ranks."""
 
 from __future__ import annotations
 

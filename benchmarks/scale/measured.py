@@ -118,7 +118,7 @@ class Measured:
 
 
 def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
-    """Yield the targets of each run, skipping those for which the run is too short."""
+    """Yield the targets of each run. Skip targets that need a longer run."""
     for run in measured:
         can_judge_rate = run.made_steps >= _MIN_REPORTS * run.report_steps
         judged: list[tuple[str, str, bool]] = []

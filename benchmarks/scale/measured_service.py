@@ -22,7 +22,7 @@ from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
 LONG_SECONDS = 0.1
-"""Maximum CPU time for which one callback may block the event loop."""
+"""Maximum CPU time that one callback may block the event loop."""
 _TICK_SECONDS = 0.008
 
 
@@ -35,7 +35,7 @@ class Holds:
     cpu
         CPU seconds of the thread in the longest callback.
     still
-        Longest time within one callback in which the host did not run the virtual CPU, although the guest counts it
+        Longest time within one callback that the host did not run the virtual CPU, although the guest counts it
         as CPU time of the thread. It is not included in ``cpu``.
     name
         Name of the longest callback.
@@ -92,7 +92,7 @@ class _Ticks:
     """Count of timer signals that the main thread has received.
 
     A running CPU receives every tick. If the host does not run a virtual CPU for a while, all ticks that have become
-    due are delivered as one. The count is therefore an upper bound of the time in which the CPU really ran.
+    due are delivered as one. The count is therefore an upper bound on the actual CPU time.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -105,7 +105,7 @@ class _Ticks:
             self.count += len(os.read(self._pipe, 1 << 16))
 
     def max_seconds_since(self, count: int) -> float:
-        """Return an upper bound of the seconds for which the CPU ran since the count was ``count``."""
+        """Return an upper bound on the CPU seconds used since the count was ``count``."""
         self.update()
         return (self.count - count + 1) * _TICK_SECONDS
 

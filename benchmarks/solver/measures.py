@@ -280,7 +280,8 @@ def _realised(drawn: Iterable[np.ndarray], tables: dict[str, Int32], slots: int)
 
 
 HEAT = np.array([600, 560, 120, 120, 20, 10, 10, 10], dtype=np.int32)
-RANKS, SLOTS = 8, 2
+RANKS = 8
+SLOTS = 2
 MEAN = HEAT.sum() / RANKS
 BEST_EVEN = 196.67
 """Tokens on the hottest rank in the proven optimum with even shares."""

@@ -220,7 +220,7 @@ def _exact_to_a_token(name: str, above: Sequence[float]) -> Target:
 
 
 def of_known_example() -> Iterator[Target]:
-    """Yield the target of the known example: 8 experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
+    """Yield the row of an example whose optimum is known: 8 experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
     heat_TLE = HEAT[None, None]
     solved = solve(heat_TLE, RANKS, SLOTS, split="deal", deal_width=_KNOWN_ENTRIES, threads=1)
     hottest = float(solved.hottest_after_L[0])

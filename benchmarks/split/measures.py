@@ -22,7 +22,8 @@ from eplb_service.io.routes import DEFAULT_BATCH, steps_and_places
 from eplb_service.offline import Solution, solve
 from worker_agent.stepwise import StepwiseSplit
 
-FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"
+FOR_EVEN = "made for even shares"
+FOR_STEPS = "made for the stepwise split"
 PLACEMENTS = {
     "DeepSeek's EPLB": {"policy": "deepseek", "split": "even"},
     FOR_EVEN: {"split": "even"},
@@ -58,10 +59,8 @@ def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Ite
     for name, options in PLACEMENTS.items():
         ratios: dict[str, list[float]] = {split: [] for split in SPLITS}
         for start in starts_of(len(heat_TLE), window, windows):
-            seen_TLE, next_TLE = (
-                heat_TLE[start : start + window],
-                heat_TLE[start + window : start + 2 * window],
-            )
+            seen_TLE = heat_TLE[start : start + window]
+            next_TLE = heat_TLE[start + window : start + 2 * window]
             placed_LRS = solve(seen_TLE, scenario.ranks, scenario.slots, **options).phy2log
             for layer, placed_RS in enumerate(placed_LRS):
                 for split, loads_TR in loads(placed_RS, next_TLE[:, layer], generator).items():
@@ -174,7 +173,8 @@ def tables_made(
     seen_TRLE: np.ndarray, slots: int, width: int
 ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
     """Yield each of ``TABLES`` with its placement ``[L, R, S]`` and its tables ``[R, L, E, D]`` for one window."""
-    ranks, experts = seen_TRLE.shape[1], seen_TRLE.shape[3]
+    ranks = seen_TRLE.shape[1]
+    experts = seen_TRLE.shape[3]
 
     def solved(**options: str) -> Solution:
         heat_TLE = seen_TRLE.sum(axis=1)
@@ -299,7 +299,8 @@ def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
 TOKENS = (256, 1024, 4096, 16384, 65536)
 RANKS = ((8, 33), (32, 9), (64, 5))
 """Numbers of ranks with their slots per rank, which leave one spare slot per rank for 256 experts."""
-DRAWN, SKEWED = "drawn", "skewed"
+DRAWN = "drawn"
+SKEWED = "skewed"
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,8 @@ def routed_sources(
     step_K, place_K = steps_and_places(bounds, batch)
     steps = int(np.count_nonzero(np.bincount(step_K) == batch))
     kept_K = np.flatnonzero(step_K < steps)
-    layers, experts = routes_KLC.shape[1], int(routes_KLC.max()) + 1
+    layers = routes_KLC.shape[1]
+    experts = int(routes_KLC.max()) + 1
     source_TRLE = np.empty((steps, ranks, layers, experts), dtype=np.int16)
     row_K1 = (step_K[kept_K] * ranks + place_K[kept_K] % ranks)[:, None]
     for layer in range(layers):

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from benchmarks.vllm_serving.load import Answer, Request
 
-ALONE, BALANCED = "alone", "balanced"
+ALONE = "alone"
+BALANCED = "balanced"
 KINDS = (ALONE, BALANCED)
 DECIDING, KEEPING, RESTING, NOTHING = BESIDE = ("deciding", "keeping", "resting", "nothing")
 """Behaviour of the service: it decides and moves experts, decides but moves nothing, does not decide, or is absent."""

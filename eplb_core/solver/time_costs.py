@@ -103,7 +103,9 @@ def split_us(tokens_EN: Float32, replicas_E: Int32, curve_4: Float64) -> Float32
     curve_4
         float64 ``[4]``, a cost curve; see the module docstring.
     """
-    read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
+    read = np.float32(curve_4[1])
+    launch = np.float32(curve_4[2])
+    slope = np.float32(curve_4[3])
     us_EN = np.empty_like(tokens_EN)
     for e in range(us_EN.shape[0]):
         count = np.float32(replicas_E[e])
@@ -233,8 +235,11 @@ def _slot_risk(
     tokens_EN: Float32, weight_N: Float32, curve_4: Float64, expert: int, replicas: int, z: float
 ) -> float:
     """Return mean + z*std of the time of one of an expert's ``replicas`` replicas, in microseconds."""
-    read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
-    mean, squares = np.float32(0.0), np.float32(0.0)
+    read = np.float32(curve_4[1])
+    launch = np.float32(curve_4[2])
+    slope = np.float32(curve_4[3])
+    mean = np.float32(0.0)
+    squares = np.float32(0.0)
     for n in range(weight_N.shape[0]):
         us = _slot_us(tokens_EN[expert, n] / np.float32(replicas), read, launch, slope)
         mean += weight_N[n] * us
@@ -291,7 +296,8 @@ def one_replica_each(phy2log_RS: Int32, experts: int, us_E: Float32) -> Bool:
         float32 ``[E]``, mean time of each expert with a single replica, in microseconds.
     """
     ranks = len(phy2log_RS)
-    used_RE, us_R = np.zeros((ranks, experts), dtype=np.bool_), np.zeros(ranks)
+    used_RE = np.zeros((ranks, experts), dtype=np.bool_)
+    us_R = np.zeros(ranks)
     for e in descending(us_E):
         holders_K = np.flatnonzero((phy2log_RS == e).any(axis=1))
         least = holders_K[us_R[holders_K].argmin()]
@@ -373,7 +379,9 @@ def _sum_rank(
 ) -> None:
     """Write the time of one rank in each step, in microseconds and without the floor, into ``us_N``."""
     slots = phy2log_RS.shape[1]
-    read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
+    read = np.float32(curve_4[1])
+    launch = np.float32(curve_4[2])
+    slope = np.float32(curve_4[3])
     us_N[:] = 0
     for s in range(slots):
         tokens_N = tokens_EN[phy2log_RS[rank, s]]
@@ -474,8 +482,11 @@ def _note_move(
 
     Slot ``own`` keeps the share ``left``, and the share of slot ``other`` grows by ``moved``.
     """
-    read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
-    here, there = own // slots, other // slots
+    read = np.float32(curve_4[1])
+    launch = np.float32(curve_4[2])
+    slope = np.float32(curve_4[3])
+    here = own // slots
+    there = other // slots
     for n in range(tokens_N.shape[0]):
         tokens = tokens_N[n]
         mine = tops.load_RN[here, n] - _slot_us(share_P[own] * tokens, read, launch, slope)

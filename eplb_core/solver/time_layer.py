@@ -150,7 +150,8 @@ def solve_layer_for_time(
     tables = _tabled(deployed.phy2log_RS, seen, params)
     halves = []
     if episodes_NE.shape[0] >= MIN_EPISODES:
-        cut, step_cut = episodes_NE.shape[0] // 2, steps_NE.shape[0] // 2
+        cut = episodes_NE.shape[0] // 2
+        step_cut = steps_NE.shape[0] // 2
         halves = [
             _timed(episodes, steps, deployed, curve_4, forecast)
             for episodes, steps in (
@@ -267,11 +268,14 @@ def _cheapest(
 
     The cost is ``par`` plus the price of the moves. If several candidates have the same cost, the first one is chosen.
     """
-    best, taken = now, KEEP
+    best = now
+    taken = KEEP
     for one, kind in found:
         cost = one.par + slot_price * one.moves
         if cost < limit:
-            best, taken, limit = one, kind, cost
+            best = one
+            taken = kind
+            limit = cost
     return best, taken
 
 

@@ -142,7 +142,7 @@ class Scoreboard:
 
     @property
     def rounding_bound(self) -> float:
-        """Upper bound of ``worst_difference`` if only float32 rounding causes it."""
+        """Upper bound on ``worst_difference`` if only float32 rounding causes it."""
         largest = max(float(line.get("largest_output", 0.0)) for line in self._last)
         return _ROUNDING_STEPS * float(np.finfo(np.float32).eps) * max(largest, 1.0)
 

@@ -135,7 +135,7 @@ def _parse_line(number: int, text: str) -> Line:
 
 
 def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """Yield a sentence for each broken promise.
+    """Yield a message for each broken promise.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
         for line in history.lines:
             # If a rank missed the outcome of a vote that did not commit, its line says nothing about the outcome.
             if line["kind"] == "vote" and (line["heard"] or line["decision"] == "COMMIT"):
-                # A rank that missed a call counts a vote at a later step. Only the step of a commit must be the same.
+                # A rank that missed a call counts the vote later than its peers. Commit steps must not differ.
                 step = f" at step {line['step']}" if line["decision"] == "COMMIT" else ""
                 name = f"vote {line['number']}"
                 record = line["decision"] + step

@@ -63,7 +63,7 @@ def expert_parallel(
         Number of expert groups, from each of which a token chooses the same number of experts. MoGE needs one group per
         rank. The model was not trained with groups and generates worse text with them.
     most_rows
-        Upper bound of the tokens per rank and step. ``None`` if it is unknown. A dispatcher that pads tokens then
+        Upper bound on the tokens per rank and step. ``None`` if it is unknown. A dispatcher that pads tokens then
         exchanges their number between the ranks in every layer and step, and waits for it.
     tensor_parallel
         Number of consecutive ranks that have the same tokens.

@@ -41,7 +41,7 @@ class _ServedBlock(nn.Module):
     block
         Expert-parallel block.
     length
-        Upper bound of the tokens per rank and step; ``None`` if it is unknown.
+        Upper bound on the tokens per rank and step; ``None`` if it is unknown.
     """
 
     def __init__(self, gate: nn.Module, block: MoEBlock, length: int | None) -> None:
@@ -90,7 +90,7 @@ def serve_checkpoint(
     dealing_width
         Number of replicas per expert and source rank in the dealing table.
     most_rows
-        Upper bound of the tokens per rank and step; ``None`` if it is unknown.
+        Upper bound on the tokens per rank and step; ``None`` if it is unknown.
     tensor_parallel
         Number of consecutive ranks that have the same tokens. Each computes a share of the shared experts.
     """

@@ -39,7 +39,7 @@ class _DemoTask(Task):
 
 
 class _DemoRank:
-    """Live and still layers of a rank."""
+    """Layers of a rank: the balanced ones, and copies that keep the initial layout."""
 
     def __init__(self, task: _DemoTask, rank: int, group: dist.ProcessGroup) -> None:
         self._task = task
@@ -112,7 +112,7 @@ def choices_per_token(counts_TLE: npt.NDArray[np.integer], most: int = 8) -> int
     counts_TLE
         int ``[T, L, E]``, choices of each expert per step and layer.
     most
-        Upper bound of the result.
+        Upper bound on the result.
 
     Examples
     --------

@@ -75,7 +75,9 @@ class Task:
 
 
 class Twins:
-    """Live and still layers of a rank, with the agent of the live ones and the measurements for the next report.
+    """Balanced layers of a rank, their agent, and copies of the layers that keep the initial layout.
+
+    It also keeps the measurements for the next report.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ _MAX_METADATA_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 30
 _MAX_LENGTH = 1 << 62
 _GZIP = 31
-"""zlib window size that selects the gzip format, whose checksum reveals damage."""
+"""zlib window size that selects the gzip format, whose checksum detects damage."""
 _GZIP_LEVEL = 1
 
 

@@ -454,7 +454,7 @@ def _schedules(near: Setup, steps: int) -> list[Setup]:
 
 
 def _left_alone(replay: Replay) -> Score:
-    """Return the score without balancing on the fewest slots, and therefore without redundancy."""
+    """Return the score of the unbalanced layout with the fewest slots, which has no redundant experts."""
     fewest = min(replay.baselines, key=lambda baseline: baseline.setup.slots)
     return replay.score(fewest)
 

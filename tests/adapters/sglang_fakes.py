@@ -9,7 +9,11 @@ import torch
 
 from worker_agent.adapters.sglang.options import SglangOptions
 
-DENSE_LAYERS, MOE_LAYERS, EXPERTS, SLOTS, RANKS = 1, 2, 6, 4, 2
+DENSE_LAYERS = 1
+MOE_LAYERS = 2
+EXPERTS = 6
+SLOTS = 4
+RANKS = 2
 PHYSICAL = SLOTS * RANKS
 
 

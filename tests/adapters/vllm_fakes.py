@@ -15,7 +15,10 @@ from worker_agent.adapters import engine_host
 from worker_agent.adapters.vllm import hooks
 from worker_agent.adapters.vllm.host import VllmHost
 
-LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 4, 2
+LAYERS = 2
+EXPERTS = 6
+SLOTS = 4
+RANKS = 2
 
 
 def layer(naive=False, sequence_parallel=False, monolithic=False):

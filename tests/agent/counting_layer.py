@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-ROWS, SLOTS, EXPERTS = 8, 3, 4
+ROWS = 8
+SLOTS = 3
+EXPERTS = 4
 
 
 @dataclass

@@ -24,7 +24,11 @@ from worker_agent.swap import driver as driver_module
 from worker_agent.swap import vote as vote_module
 from worker_agent.swap.rank_layout import restoring_plan
 
-EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
+EXPERTS = 8
+SLOTS = 5
+HIDDEN = 16
+INTERMEDIATE = 8
+TOP_K = 2
 RANKS = 3
 # No process listens on the discard port, so the agent runs without a service.
 NOWHERE = "127.0.0.1:9"

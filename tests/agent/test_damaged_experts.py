@@ -30,7 +30,8 @@ def _damaged() -> dict[str, Any]:
     """Change one value of a served expert of rank 1, then check it as the source of a move."""
     replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
     agent, (layer,), _ = live.start(1, vote_interval=1, vote_lag=1)
-    replicas, rank = agent._switch._replicas, agent.identity.rank
+    replicas = agent._switch._replicas
+    rank = agent.identity.rank
     rounds = 2 * live.SLOTS
     reported = {
         "before damage": _serve(agent, layer, lambda: replicas._turn > rounds) and agent._beat().error

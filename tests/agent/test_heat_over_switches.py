@@ -13,7 +13,9 @@ from eplb_core.wire.heat import HeatReport
 from tests.agent import live
 from tests.ranks import run_ranks
 
-LAYERS, RANKS, STEPS = 2, live.RANKS, 112
+LAYERS = 2
+RANKS = live.RANKS
+STEPS = 112
 
 
 def _reports(width: int, summed: bool) -> tuple[list[HeatReport], dict[tuple[int, int], Any]]:

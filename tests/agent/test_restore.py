@@ -14,7 +14,8 @@ from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent, RestoreError
 
-RANKS, LAYERS = 3, 2
+RANKS = 3
+LAYERS = 2
 
 
 def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any], Placement]:

@@ -41,7 +41,8 @@ class FakeService(agent_pb2_grpc.AgentServiceServicer):
         self.metadata = dict(context.invocation_metadata())
         self.heard.put(next(requests))
         welcome = agent_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_term=self.leader_term)
-        welcome.report_steps, welcome.heartbeat_seconds = 4, 0.1
+        welcome.report_steps = 4
+        welcome.heartbeat_seconds = 0.1
         yield agent_pb2.ConnectResponse(welcome=welcome)
         listening = futures.ThreadPoolExecutor(1)
         listening.submit(lambda: [self.heard.put(request) for request in requests])
@@ -245,7 +246,8 @@ def test_a_stalled_stream_is_logged_once_and_its_return_once(
     monkeypatch.setattr("worker_agent.stream._STALL_SECONDS", 0.3)
     with Scene() as scene:
         scene.hear("heartbeat")
-        goes_on, work = threading.Event(), getattr(scene.stream, f"_{stuck}")
+        goes_on = threading.Event()
+        work = getattr(scene.stream, f"_{stuck}")
         setattr(scene.stream, f"_{stuck}", lambda: goes_on.wait(60) and work())
         scene.say_plan(encode(plan_of(0)))
         for reports in (1, 2):
@@ -279,7 +281,8 @@ def test_a_full_outbox_drops_the_oldest_heat_and_counts_its_steps() -> None:
 INTERVAL = 2.0
 
 
-HEAT, SILENCE = {"heat": True}, {"heat": False}
+HEAT = {"heat": True}
+SILENCE = {"heat": False}
 ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
 
 
@@ -301,7 +304,8 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
 )
 def test_a_rank_sends_fewer_heartbeats_while_it_sends_heat(checks, due) -> None:
     """The schedule is checked every two seconds."""
-    now, step = 100.0, 0
+    now = 100.0
+    step = 0
     schedule = HeartbeatSchedule(now)
     sent = []
     for check in checks:

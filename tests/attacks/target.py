@@ -23,7 +23,9 @@ MESSAGE_BYTES = 4 << 20
 STREAMS_PER_PEER = 64
 CONNECTIONS = 256
 HEAT_BYTES = 128 << 20
-AGENT, OPERATOR, READER = "agent-token-of-decode", "operator-token-of-all", "reader-token-of-decode"
+AGENT = "agent-token-of-decode"
+OPERATOR = "operator-token-of-all"
+READER = "reader-token-of-decode"
 CREDENTIALS = f"""
 - {{name: agents, role: agent, deployments: [decode], ranks: 0-3, token: {AGENT}}}
 - {{name: on-call, role: operator, deployments: ['*'], token: {OPERATOR}}}

@@ -49,7 +49,9 @@ def test_every_table_is_scored_on_the_windows_that_follow() -> None:
 
 def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: Path) -> None:
     # Requests of 2, 3, 1 and 2 tokens, two at a time. The third request replaces the first, and so on.
-    bounds, ranks, experts = np.array([0, 2, 5, 6, 8]), 2, 4
+    bounds = np.array([0, 2, 5, 6, 8])
+    ranks = 2
+    experts = 4
     routes_KLC = np.random.default_rng(0).permuted(np.tile(np.arange(experts), (8, 3, 1)), axis=2)[..., :2]
     np.savez(tmp_path / "routes.npz", routes=routes_KLC, req_ptr=bounds)
     expected_TRLE = np.zeros((3, ranks, 3, experts), dtype=np.int64)

@@ -135,7 +135,8 @@ def test_a_draw_that_rounding_decided_is_distinguished_from_a_wrong_answer() -> 
 
 
 def test_differences_count_up_to_the_token_at_which_answers_part_and_no_further() -> None:
-    one, other = answer_of("abcd"), answer_of("abXd")
+    one = answer_of("abcd")
+    other = answer_of("abXd")
     other.candidates[2]["a"] += 0.25
     other.candidates[3]["a"] += 9.0
     assert compare([one], [other])["worst_difference"] == pytest.approx(0.25)

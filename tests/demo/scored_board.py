@@ -6,7 +6,9 @@ from typing import Any
 
 from eplb_lab.demo.scoreboard import Scoreboard
 
-RANKS, LAYERS, STEPS = 2, 1, 4
+RANKS = 2
+LAYERS = 1
+STEPS = 4
 # Rank 0 receives all tokens until the layer switches after step 1. Then both ranks receive half, at twice the pace.
 LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
 STILL = [[40, 0]] * STEPS

@@ -13,7 +13,9 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.offline import solve
 
 RECORDED = Path(__file__).parents[1] / "data" / "byte_moe_heat.npz"
-RANKS, REQUESTS, TOP_K = 4, 32, 4
+RANKS = 4
+REQUESTS = 32
+TOP_K = 4
 REQUEST_STEPS = 96
 """After this number of steps in a phase, all requests of the previous phase have ended."""
 

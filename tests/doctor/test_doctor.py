@@ -27,7 +27,8 @@ def wrong_bytes():
         layer.expert_weights()[1][0][0, -1] += 1
         return written
 
-    staging.copy_into, TransferWorker.check = copy_wrongly, lambda *_: None
+    staging.copy_into = copy_wrongly
+    TransferWorker.check = lambda *_: None
 
 
 def graph_that_reads_old_memory():

@@ -20,10 +20,19 @@ from worker_agent.agent import Agent
 from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings
 
-LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
-HEAT_ROWS, STEPS_PER_WORKLOAD = 64, 192
+LAYERS = 4
+EXPERTS = 16
+SLOTS = 10
+HIDDEN = 32
+INTERMEDIATE = 48
+TOP_K = 2
+TOKENS = 64
+HEAT_ROWS = 64
+STEPS_PER_WORKLOAD = 192
 FLOAT8 = torch.float8_e4m3fn
-_MAX_STEPS, _PASS_CYCLES, _MISSED_EVERY = 6000, 4_000_000, 97
+_MAX_STEPS = 6000
+_PASS_CYCLES = 4_000_000
+_MISSED_EVERY = 97
 
 
 def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
@@ -100,7 +109,8 @@ class CapturedLayer:
 def _outputs(weights: Sequence[ExpertWeights], rows_N: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
     """Return each choice's expert output for its token, ``[N, H]``; ``rows_N`` are the experts' rows in the weights."""
     kinds = len(weights) // 2
-    up_NHI, down_NIH = read(weights[:kinds], rows_N), read(weights[kinds:], rows_N)
+    up_NHI = read(weights[:kinds], rows_N)
+    down_NIH = read(weights[kinds:], rows_N)
     choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
     within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
     return torch.einsum("ni,nih->nh", within_NI, down_NIH)
@@ -258,7 +268,8 @@ def serve(
         token_group=0,
         on_commit=on_commit,
     )
-    draws, worst = torch.Generator().manual_seed(7), 0.0
+    draws = torch.Generator().manual_seed(7)
+    worst = 0.0
     queued: deque[tuple[Callable[[], torch.Tensor], torch.Tensor, torch.Tensor]] = deque()
     for step in range(_MAX_STEPS):
         popularity_LE = _popularity(step // STEPS_PER_WORKLOAD)

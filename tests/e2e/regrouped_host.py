@@ -12,13 +12,15 @@ from eplb_lab.layer import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
 from tests.agent import live
 from worker_agent.agent import Agent
 
-LAYERS, TOKENS = 2, 24
+LAYERS = 2
+TOKENS = 24
 _MOST_SECONDS = 120.0
 
 
 def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
     """Serve on groups of these sizes, one after the other. Return the facts of each group that included this rank."""
-    rank, facts = dist.get_rank(), []
+    rank = dist.get_rank()
+    facts = []
     groups = [dist.new_group(list(range(size))) for size in sizes]
     layers: list[ExpertParallelMoE] = []
     for size, group in zip(sizes, groups, strict=True):
@@ -48,7 +50,9 @@ def balanced(
     dense = [DenseMoE(layer.shape, seeded_experts(layer.shape)) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank(group))
     popular_E = -0.8 * torch.arange(live.EXPERTS).float()
-    worst, end, switched = 0.0, time.monotonic() + _MOST_SECONDS, 0
+    worst = 0.0
+    end = time.monotonic() + _MOST_SECONDS
+    switched = 0
     while not switched and time.monotonic() < end:
         hidden_TH = torch.randn(TOKENS, live.HIDDEN, generator=generator)
         logits_TE = torch.randn(TOKENS, live.EXPERTS, generator=generator) + popular_E

@@ -19,7 +19,9 @@ from tests.moe.pairwise import Row, pairwise
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-STEPS, RANKS, REQUESTS = 160, 4, 32
+STEPS = 160
+RANKS = 4
+REQUESTS = 32
 MOST_PAR_BY_STEP = 1.06
 GROUPED_ONLY = "--dispatcher moge needs --redundant 0 and --split tables"
 

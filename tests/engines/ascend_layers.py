@@ -4,7 +4,8 @@ import types
 
 import torch
 
-EXPERTS, SLOTS = 6, 4
+EXPERTS = 6
+SLOTS = 4
 
 
 class HostLayer(torch.nn.Module):
@@ -12,7 +13,8 @@ class HostLayer(torch.nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.local_num_experts, self.dynamic_eplb = SLOTS, True
+        self.local_num_experts = SLOTS
+        self.dynamic_eplb = True
         self.log2phy = torch.arange(EXPERTS, dtype=torch.int32)
         if policy == 3:
             self.moe_load = torch.zeros(5, SLOTS, dtype=torch.int32)

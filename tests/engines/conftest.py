@@ -34,7 +34,8 @@ DECIDE_OFTEN = f"--window-steps 32 --decision-interval 32 --report-steps 8 {WHEN
 
 def make_agent_site(folder):
     """Build a folder for ``PYTHONPATH`` with the wheels of core, agent and lab, and the shims for vLLM on CPU."""
-    site, wheels = folder / "site", folder / "wheels"
+    site = folder / "site"
+    wheels = folder / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     sources = [str(ROOT / "packaging" / name) for name in ("eplb-core", "eplb-agent", "eplb-lab")]
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), *sources], check=True)
@@ -104,7 +105,8 @@ class EngineRun:
 
     def __init__(self, python, script, folder, checkpoint, options, environment):
         folder.mkdir(parents=True, exist_ok=True)
-        self.log, self._answers = folder / "engine.log", folder / "answers.json"
+        self.log = folder / "engine.log"
+        self._answers = folder / "answers.json"
         command = [python, HERE / script, checkpoint, self._answers, json.dumps(options)]
         self._process = start_engine(command, environment, self.log)
 
@@ -122,7 +124,8 @@ class EngineRun:
 
     def workers(self):
         """Return the process ids of the engine's workers, the deepest descendants whose names mark them as workers."""
-        found, parents = [], [self._process.pid]
+        found = []
+        parents = [self._process.pid]
         while parents:
             listed = subprocess.run(
                 ["ps", "-o", "pid=,args=", "--ppid", ",".join(map(str, parents))],

@@ -1,6 +1,7 @@
 """Generate with a real SGLang engine, and write token ids and log-probabilities. Runs with the engine's own Python.
 
 ``python generate_sglang.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
+With ``"until": "FILE"``, no new round starts once that file exists.
 """
 
 import json
@@ -33,6 +34,8 @@ def generate(model, options):
     sampling = {"temperature": 0, "max_new_tokens": options["max_tokens"], "ignore_eos": True}
     answers = []
     for turn in range(options.get("rounds", 1)):
+        if "until" in options and Path(options["until"]).exists():
+            break
         wave = prompts(options["requests"], seed=turn + 1)
         began = time.perf_counter()
         outputs = engine.generate(input_ids=wave, sampling_params=sampling, return_logprob=True)

@@ -24,7 +24,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """
 
     def __init__(self, absent, kind, **facts):
-        self._absent, self._kind, self._facts = absent, kind, facts
+        self._absent = absent
+        self._kind = kind
+        self._facts = facts
 
     def find_spec(self, name, _path, _target=None):
         if not self._absent(name):

@@ -74,7 +74,9 @@ def test_slots_are_read_from_the_maps_of_all_ranks():
 
 
 def test_layers_that_the_host_does_not_balance_are_left_alone():
-    model, balanced, dense = torch.nn.Module(), HostLayer(1), torch.nn.Linear(1, 1)
+    model = torch.nn.Module()
+    balanced = HostLayer(1)
+    dense = torch.nn.Linear(1, 1)
     static = HostLayer(1)
     static.dynamic_eplb = False
     model.layers = torch.nn.ModuleList([balanced, static, dense])

@@ -62,7 +62,8 @@ def test_quantised_experts_are_moved_only_where_that_is_asked_for():
         expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)
 
 
-ND, NZ = 2, 29
+ND = 2
+NZ = 29
 
 
 def in_formats(monkeypatch, *formats):

@@ -54,7 +54,8 @@ def run_sglang(sglang_site, checkpoint, tmp_path, ended):
         ranks = options.get("engine", {}).get("tp_size", 1)
         threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
         settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
-        python, folder = python_of(SGLANG_0523), tmp_path / name
+        python = python_of(SGLANG_0523)
+        folder = tmp_path / name
         return ended(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
 
     return start
@@ -62,23 +63,30 @@ def run_sglang(sglang_site, checkpoint, tmp_path, ended):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the answers of the unmodified engine on one rank, computed once."""
-    made = []
+    """Return a function that yields the answers of the unmodified engine on one rank. It keeps the longest run."""
+    longest = []
 
-    def answers(run_sglang):
-        made[:] = made or run_sglang(LOAD, name="alone").answers()
-        return made
+    def answers(run_sglang, rounds=LOAD["rounds"]):
+        wanted = rounds * LOAD["requests"]
+        if len(longest) < wanted:
+            longest[:] = run_sglang(LOAD | {"rounds": rounds}, name=f"alone-{rounds}").answers()
+        return longest[:wanted]
 
     return answers
 
 
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, service):
-    expected = alone(run_sglang)
+def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, service, tmp_path):
+    """Serve until 20 layers have switched. A planner that finds nothing to gain keeps layers for many rounds."""
+    enough = tmp_path / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
-    balanced = run_sglang(LOAD | {"engine": parallel}, **agent)
-    same_answers(balanced.answers(), expected)
+    endless = LOAD | {"rounds": 1000, "until": str(enough), "engine": parallel}
+    balanced = run_sglang(endless, **agent)
+    service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
+    enough.touch()
+    answers = balanced.answers()
+    same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
     heat_arrived(switched(service, 20, balanced.tail()), service)
 
 

@@ -65,7 +65,8 @@ def alone():
 
     Each load runs once.
     """
-    whole, known = LOAD | {"rounds": DIFFERENT_ROUNDS}, {}
+    whole = LOAD | {"rounds": DIFFERENT_ROUNDS}
+    known = {}
 
     def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032, load=whole, **environment):
         key = engine, str(load)
@@ -114,7 +115,8 @@ def what_was_recorded_can_be_replayed(folder, case, requests):
     """vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time."""
     path = folder / TRACE
     trace = open_trace(path)
-    heat_TLE, loads_TLR = trace.heat(0, trace.steps), trace.served_loads(0, trace.steps)
+    heat_TLE = trace.heat(0, trace.steps)
+    loads_TLR = trace.served_loads(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)
     assert trace.steps >= RECORDED_STEPS[requests]
     counted_T = (chosen_TL > 0).all(axis=1)

@@ -47,7 +47,8 @@ def serve(tmp_path, service, **options):
     Return the facts of each, including the compared host functions.
     """
     vllm, version = RELEASES[options.setdefault("release", "0.23")]
-    python, source = python_of(vllm), source_of("vllm_ascend", version)
+    python = python_of(vllm)
+    source = source_of("vllm_ascend", version)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     # With checksums, the agent itself would stop at a layer with wrong weights.
     verify = "false" if options.get("broken") else "true"

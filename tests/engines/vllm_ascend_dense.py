@@ -6,7 +6,13 @@ Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
 import torch
 import torch_npu
 
-RANKS, LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 2, 3, 8, 32, 32, 2, 12
+RANKS = 2
+LAYERS = 3
+EXPERTS = 8
+HIDDEN = 32
+INTERMEDIATE = 32
+TOP_K = 2
+TOKENS = 12
 
 
 def experts_of(layer):

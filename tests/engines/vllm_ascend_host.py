@@ -33,7 +33,8 @@ def build(rank, port, config_folder, options):
     sys.modules[built.__name__] = built
     # The host's solver is never started, but its import needs scipy.
     solver = types.ModuleType("vllm_ascend.eplb.core.policy.policy_flashlb")
-    solver.FlashLB, solver.warm_up = object, None
+    solver.FlashLB = object
+    solver.warm_up = None
     sys.modules[solver.__name__] = solver
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -189,11 +190,13 @@ def start_balancer(config, model):
 
     runner = types.ModuleType("vllm_ascend.worker.model_runner_v1")
     runner.Manager, runner.EplbProcess = multiprocessing.Manager, EplbProcess
-    runner.EplbUpdator, runner.VllmEplbAdaptor = EplbUpdator, VllmEplbAdaptor
+    runner.EplbUpdator = EplbUpdator
+    runner.VllmEplbAdaptor = VllmEplbAdaptor
     hooks._replace_balancer(runner)
     hooks._count_sources()
     with set_current_vllm_config(config):
-        loader, manager = D2DExpertWeightLoader(), runner.Manager()
+        loader = D2DExpertWeightLoader()
+        manager = runner.Manager()
         shared = manager.dict({"expert_map": None, "moe_load": None, "expert_maps": None})
         process = runner.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
         updator = runner.EplbUpdator(
@@ -213,7 +216,8 @@ def forward(config, model, options, hidden_TH, logits_LTE):
     from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 
-    worst, comm = 0.0, options["comm"]
+    worst = 0.0
+    comm = options["comm"]
     multiply = product_w8a8 if options["quant"] == "W8A8" else product
     with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
         facts = {

@@ -58,9 +58,11 @@ def main(rank, port, config_folder, options):
     tensors = [tensor for layer in layers for tensor in kept_tensors(layer)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     host_maps = [layer._expert_map.tolist() for layer in layers]
-    draw, turns = torch.Generator().manual_seed(11), torch.Generator().manual_seed(12)
+    draw = torch.Generator().manual_seed(11)
+    turns = torch.Generator().manual_seed(12)
     bias_E = torch.tensor([3.0, 2.5] + [0.0] * (EXPERTS - 2))
-    worst, steps = 0.0, 0
+    worst = 0.0
+    steps = 0
     # All ranks switch at the same step, so they all leave the loop at the same step.
     while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
         if steps % 60 == 59:

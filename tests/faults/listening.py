@@ -32,7 +32,8 @@ def knock() -> tuple[int, int]:
 
     Return the number of listeners that accepted all of them, and the number that did not.
     """
-    closed, found = 0, listening()
+    closed = 0
+    found = listening()
     for address in found:
         with contextlib.ExitStack() as links:
             for number in range(_LINKS):

@@ -24,7 +24,8 @@ from tests.faults.serving import FAULTS, Sample
 from worker_agent.swap import staging, vote
 from worker_agent.swap.vote import Voter
 
-VOTE_TIMEOUT, COMMIT_TIMEOUT = 2.0, 0.5
+VOTE_TIMEOUT = 2.0
+COMMIT_TIMEOUT = 0.5
 _MOST_SECONDS = 150.0
 _SWITCHES = 2
 _FEWEST_PASSES = 16
@@ -55,7 +56,9 @@ class Host:
 
         Return the number of switches and the longest call in seconds, among other facts.
         """
-        began, epoch, fewest = time.monotonic(), self.agent.installed.epoch, _FEWEST_PASSES
+        began = time.monotonic()
+        epoch = self.agent.installed.epoch
+        fewest = _FEWEST_PASSES
         self._longest = self._worst = 0.0
         fault(self)
         more = True

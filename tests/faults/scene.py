@@ -39,7 +39,8 @@ class RankCrew:
         self.folder = folder
         self._facts: list[Facts] = []
         self._failure: BaseException | None = None
-        self._ranks, self._deadline = ranks, deadline
+        self._ranks = ranks
+        self._deadline = deadline
         self._served = (address, str(folder), changes, manners)
         self._thread = threading.Thread(target=self._run)
 
@@ -123,7 +124,8 @@ class Scene(RankCrew):
 
     def wait_for_rest(self) -> int:
         """Wait until the deployment's epoch has not changed for several seconds, and return it."""
-        deadline, epoch = time.monotonic() + PATIENCE, -1
+        deadline = time.monotonic() + PATIENCE
+        epoch = -1
         while (now := self.epoch) != epoch:
             assert time.monotonic() < deadline, "layers are switched on and on"
             epoch = now

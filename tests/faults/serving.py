@@ -92,7 +92,8 @@ class Facts:
 
 def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners = WELL_BEHAVED) -> Facts:
     """Serve until the file ``stop`` appears. The ranks agree on the end with a collective."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     group = dist.new_group(backend="gloo")
     layers, still = (live.layers_of(LAYERS, live.linear_RS(ranks)) for _ in range(2))
@@ -103,7 +104,10 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     samples: list[Sample] = []
     time.sleep(manners.late[rank] if manners.late else 0.0)
     generator = np.random.default_rng(rank)
-    worst, longest, steps, began = 0.0, 0.0, 0, time.monotonic()
+    worst = 0.0
+    longest = 0.0
+    steps = 0
+    began = time.monotonic()
 
     def forward(hidden_TH: torch.Tensor, ids_TK: torch.Tensor) -> None:
         nonlocal worst
@@ -134,7 +138,8 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     else:
         time.sleep(manners.exits[rank])
         agent.close()
-    served, same = agent.installed, addresses == tensor_addresses(layers)
+    served = agent.installed
+    same = addresses == tensor_addresses(layers)
     seen = agent.halted, agent.stats.plans_aborted, same, tuple(samples)
     facts = Facts(worst, longest, steps, served.epoch, served.digest, *seen)
     if manners.exits is None:

@@ -141,7 +141,8 @@ def check_flat(facts: list[Facts]) -> None:
         quarter = len(fact.samples) // 4
         if not quarter:
             continue
-        early, late = fact.samples[quarter : 2 * quarter], fact.samples[-quarter:]
+        early = fact.samples[quarter : 2 * quarter]
+        late = fact.samples[-quarter:]
         for what, most in (("megabytes", MORE_MEGABYTES), ("files", MORE_FILES), ("threads", MORE_THREADS)):
             before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
             if after - before > most:

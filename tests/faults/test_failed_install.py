@@ -26,7 +26,8 @@ def _serve(how: str) -> tuple[str, int, float]:
     """
     agent, layers, still = live.start(1)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.005)
-    passes, began = 0, 0.0
+    passes = 0
+    began = 0.0
 
     def fail(*_: object) -> int:
         if "links break" in how:
@@ -40,7 +41,8 @@ def _serve(how: str) -> tuple[str, int, float]:
 
     def between(step: int) -> None:
         nonlocal passes, began
-        passes, began = step, time.monotonic()
+        passes = step
+        began = time.monotonic()
         offered(step)
 
     interrupted = "interrupt" in how and dist.get_rank() == 1

@@ -50,7 +50,8 @@ async def rejoined(group: FakeGroup) -> list[agent_pb2.Welcome]:
 
 async def check_placement(group: FakeGroup) -> None:
     """Wait for the ranks' last reports to arrive, then compare the placements."""
-    ask, status = operator_pb2_grpc.OperatorServiceStub(group.channel).GetStatus, None
+    ask = operator_pb2_grpc.OperatorServiceStub(group.channel).GetStatus
+    status = None
     while not status or status.agents_connected < len(group.ranks) or status.epoch < group.live.epoch:
         await asyncio.sleep(0.05)
         status = (await ask(operator_pb2.GetStatusRequest(deployment="decode"))).status

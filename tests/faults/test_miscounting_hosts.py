@@ -28,11 +28,15 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     vote_module._SUSPICION_SECONDS = 0.5
     reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1, commit_timeout_seconds=0.5)
-    rank, call, passed = agent.identity.rank, agent.step, 0
+    rank = agent.identity.rank
+    call = agent.step
+    passed = 0
     faulty_at, *faulty = MISCOUNTS.get(fault, (0, 0, 0))
     if fault == "a counter that never moves" and rank == 1:
         agent._clock._host_counter = [agent._clock._first]
-    longest, complaints, steps = 0.0, set(), 160
+    longest = 0.0
+    complaints = set()
+    steps = 160
 
     def step() -> None:
         nonlocal passed, longest

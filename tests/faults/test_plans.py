@@ -14,8 +14,10 @@ from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-ACCEPTED, REFUSED = agent_pb2.PLAN_STATE_ACCEPTED, agent_pb2.PLAN_STATE_REFUSED
-COMMITTED, ABORTED = agent_pb2.PLAN_STATE_COMMITTED, agent_pb2.PLAN_STATE_ABORTED
+ACCEPTED = agent_pb2.PLAN_STATE_ACCEPTED
+REFUSED = agent_pb2.PLAN_STATE_REFUSED
+COMMITTED = agent_pb2.PLAN_STATE_COMMITTED
+ABORTED = agent_pb2.PLAN_STATE_ABORTED
 
 
 def test_stale_duplicate_partial_and_malformed_plans_cost_nothing(tmp_path: Path) -> None:

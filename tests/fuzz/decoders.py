@@ -109,7 +109,8 @@ def heat_seeds() -> list[bytes]:
 
 
 def array_seeds() -> list[bytes]:
-    small, large = np.arange(10).reshape(2, 5), np.zeros((400, 5), dtype=np.int64)
+    small = np.arange(10).reshape(2, 5)
+    large = np.zeros((400, 5), dtype=np.int64)
     return [pack(small).SerializeToString(), pack(large).SerializeToString()]
 
 
@@ -162,7 +163,9 @@ def trace_files() -> list[bytes]:
     import torch
 
     heat_TLE = np.arange(24).reshape(4, 2, 3)
-    npy, npz, pt = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    npy = io.BytesIO()
+    npz = io.BytesIO()
+    pt = io.BytesIO()
     np.save(npy, heat_TLE)
     np.savez(npz, heat=heat_TLE)
     torch.save({"logical_count": torch.from_numpy(heat_TLE)}, pt)

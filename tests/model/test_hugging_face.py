@@ -50,11 +50,9 @@ def test_logits_are_those_of_transformers(
 
     # transformers changes torch's default dtype while it creates a model, so these ranks, which are threads, take
     # turns. Real ranks are processes.
-    auto, making, made = (
-        transformers.AutoModelForCausalLM,
-        threading.Lock(),
-        threading.Barrier(2 * tensor_parallel),
-    )
+    auto = transformers.AutoModelForCausalLM
+    making = threading.Lock()
+    made = threading.Barrier(2 * tensor_parallel)
     from_config = auto.from_config
 
     def one_after_the_other(*args: Any, **more: Any) -> Any:

@@ -188,7 +188,8 @@ def _served(rows: int, steps: int) -> np.ndarray:
 def test_a_request_reads_its_prompt_and_then_its_own_bytes() -> None:
     model, _ = small_model()
     decoder = Decoder(model, 1)
-    fed, expected = list(b"SELECT"), []
+    fed = list(b"SELECT")
+    expected = []
     for place in range(LENGTH):
         logits_BV = decoder.step(torch.tensor([fed[place]]))
         if place >= 5:

@@ -194,7 +194,8 @@ def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch
     for rank, step in enumerate(steps):
         own = []
         for number, part in enumerate(step.parts(row["batches"])):
-            ids_TK, real_TK = step.tokens[1][part], step.real_TK[part]
+            ids_TK = step.tokens[1][part]
+            real_TK = step.real_TK[part]
             whole = ids_TK.shape[0]
             if row["dispatcher"] == "mc2":
                 given = length_of(case, row)

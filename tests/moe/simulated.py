@@ -41,7 +41,8 @@ class SimulatedGroup(RankGroup):
 
     def __init__(self, exchange: Exchange, rank: int, name: str = "simulated") -> None:
         super().__init__(None)
-        self._exchange, self._name = exchange, name
+        self._exchange = exchange
+        self._name = name
         self.rank, self.size = rank, len(exchange.parts)
         vars(_here).setdefault("groups", {})[name] = self
 
@@ -61,7 +62,8 @@ class SimulatedGroup(RankGroup):
 
     def grid(self, tp: int) -> tuple[SimulatedGroup, SimulatedGroup]:
         """Return this rank's data-parallel and tensor-parallel groups, if ``tp`` consecutive ranks share tokens."""
-        exchange, rank = self._exchange, self.rank
+        exchange = self._exchange
+        rank = self.rank
         return (
             SimulatedGroup(exchange.within("dp", rank % tp, self.size // tp), rank // tp, "dp"),
             SimulatedGroup(exchange.within("tp", rank // tp, tp), rank % tp, "tp"),
@@ -77,7 +79,8 @@ class SimulatedGroup(RankGroup):
         arrived = [exchange.parts[source][self.rank] for source in range(self.size)]
         exchange.barrier.wait()
         assert [part.shape[0] for part in arrived] == received
-        arrived_NX, sending = torch.cat(arrived), [rows_NX]
+        arrived_NX = torch.cat(arrived)
+        sending = [rows_NX]
 
         def wait() -> torch.Tensor:
             sending.clear()
@@ -92,7 +95,8 @@ def one_thread_each() -> Iterator[None]:
 
     The ranks are threads already, so torch's own threads would only wait.
     """
-    threads, named = torch.get_num_threads(), RankGroup.named
+    threads = torch.get_num_threads()
+    named = RankGroup.named
     torch.set_num_threads(1)
     RankGroup.named = SimulatedGroup.named  # type: ignore[method-assign]
     try:

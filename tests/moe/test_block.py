@@ -61,7 +61,8 @@ def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExp
 
 @pytest.mark.parametrize("kind", [None, FreeExpert.ZERO])
 def test_a_profile_run_is_balanced_and_is_no_heat(kind: FreeExpert | None):
-    layer, chosen = alone(CASE), []
+    layer = alone(CASE)
+    chosen = []
     layer.register_forward_pre_hook(lambda _, tokens: chosen.append(tokens[1]))
     router = Router(experts=6 if kind is None else 7, top_k=3)
     MoEBlock(router, layer, kind)(CASE.step(0)[0], torch.zeros(12, router.experts), profile=True)
@@ -89,7 +90,8 @@ def test_a_profile_run_of_grouped_experts_is_balanced_within_every_group(tokens:
 
 def test_a_blocks_step_chooses_its_dispatcher_and_length():
     layer = alone(CASE, dispatcher=("all2allv", "mc2"))
-    block, hidden_TH = MoEBlock(Router(6, 3), layer), CASE.step(0)[0]
+    block = MoEBlock(Router(6, 3), layer)
+    hidden_TH = CASE.step(0)[0]
     wanted_TH = block(hidden_TH, logits(6))
     torch.testing.assert_close(block(hidden_TH, logits(6), dispatcher="mc2", length=13), wanted_TH)
     with pytest.raises(ValueError, match=r"dispatcher must be one.*got 'moge'"):

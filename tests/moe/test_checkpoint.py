@@ -36,7 +36,8 @@ def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> Ex
 
 def checkpoint(quantized: bool) -> dict[str, torch.Tensor]:
     """Return random tensors of all experts, with distinct values in every position."""
-    generator, found = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    found = {}
     for expert in range(E):
         for projection in PROJECTIONS:
             shape = (H, I) if projection == "down_proj" else (I, H)
@@ -57,7 +58,8 @@ def loader(held: ExpertTensors, **more: Any) -> ExpertLoader:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2)])
 def test_every_slot_gets_the_ranks_part_of_its_expert(quantized: bool, tp_rank: int, tp_size: int):
-    held, given = tensors(quantized, tp_size), checkpoint(quantized)
+    held = tensors(quantized, tp_size)
+    given = checkpoint(quantized)
     loading = loader(held, tp_rank=tp_rank, tp_size=tp_size)
     for name, tensor in reversed(given.items()):
         assert loading.load(name, tensor) == LOGICAL_S.count(int(name.split(".")[-3]))
@@ -125,7 +127,8 @@ def test_a_tensor_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), quantized=quantization == "w8a8")
-    built, loaded = alone(case), alone(case, experts=None)
+    built = alone(case)
+    loaded = alone(case, experts=None)
     source = seeded_experts(case.shape, case.seed)
     loading = ExpertLoader(loaded, 4, range(4), PREFIX)
     for expert in range(4):
@@ -142,7 +145,8 @@ def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_of_modelslim_is_computed_with_as_it_is(dtype: torch.dtype):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), hidden=H, intermediate=I, dtype=dtype)
-    loaded, given = alone(case, experts=None, quantization="w8a8_dynamic"), checkpoint(quantized=True)
+    loaded = alone(case, experts=None, quantization="w8a8_dynamic")
+    given = checkpoint(quantized=True)
     loading = ExpertLoader(loaded, E, range(E), PREFIX)
     for name, tensor in given.items():
         if not name.endswith("bias"):

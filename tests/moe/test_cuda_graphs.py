@@ -26,7 +26,11 @@ pytestmark = [
 ]
 
 GPU = "cuda"
-RANKS, SLOTS, EXPERTS, TOKENS, TOP_K = 8, 5, 32, 40, 4
+RANKS = 8
+SLOTS = 5
+EXPERTS = 32
+TOKENS = 40
+TOP_K = 4
 HIDDEN = 16
 SHAPE = MoEShape(0, EXPERTS, HIDDEN, 24)
 STEPS = 6
@@ -80,7 +84,8 @@ class OneOfEight(RankGroup):
 
     def __init__(self, rank: int, counts_RE: torch.Tensor) -> None:
         super().__init__(None)
-        self.rank, self.size = rank, RANKS
+        self.rank = rank
+        self.size = RANKS
         self.counts_RE = counts_RE
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
@@ -222,7 +227,8 @@ def check_captured(way: Way, group: RankGroup | None = None) -> None:
 
     The host must not wait in any step.
     """
-    live, twin = layer_of(way, GPU, group), layer_of(way, "cpu")
+    live = layer_of(way, GPU, group)
+    twin = layer_of(way, "cpu")
     inputs = Inputs.of(0, GPU, way.dtype)
     replay, out_TH = captured(step_of(live, inputs))
     for counted in (live.moe_load, live.source_load, live.load_counter):

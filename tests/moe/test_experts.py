@@ -54,7 +54,8 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
         expected_H = torch.zeros(6)
         for weight, expert in zip(weights_TK[token], ids_TK[token].tolist(), strict=True):
             w13_IH, w2_HI = experts(expert)
-            gate, up = w13_IH[:4] @ hidden_TH[token], w13_IH[4:] @ hidden_TH[token]
+            gate = w13_IH[:4] @ hidden_TH[token]
+            up = w13_IH[4:] @ hidden_TH[token]
             expected_H += weight * (w2_HI @ (silu(gate) * up))
         torch.testing.assert_close(output_TH[token], expected_H)
 
@@ -98,7 +99,8 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
     expected_TH = whole.part2(hidden_TH, whole.part1(hidden_TH))
 
     def own(tp: RankGroup) -> torch.Tensor:
-        kind, part = "w8a8" if quantized else "none", part_of(weights, tp)
+        kind = "w8a8" if quantized else "none"
+        part = part_of(weights, tp)
         shared = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp, quantization=kind)
         return shared.start(hidden_TH)()
 
@@ -109,7 +111,9 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
 
 
 def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_made_and_later():
-    shared, whole, weights = shared_of(CASE), whole_of(CASE), shared_weights(CASE)[0]
+    shared = shared_of(CASE)
+    whole = whole_of(CASE)
+    weights = shared_weights(CASE)[0]
     with pytest.raises(ValueError, match="layer 3: shared experts in two parts differ from the whole"):
         SharedExperts(3, weights, reference, torch.float32, whole=lambda hidden_TH: whole(hidden_TH) + 1)
     SharedExperts(3, weights, reference, torch.float32, whole=whole)

@@ -100,7 +100,8 @@ def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     case = case_of(row, seed=0)
 
     def one_step(group: SimulatedGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, step = layer_of(case, row, group), step_of(case, row, group.rank)
+        layer = layer_of(case, row, group)
+        step = step_of(case, row, group.rank)
         with no_host_reads():
             out_TH = call(layer, row, step, max(*case.tokens, 1) if length else None)
         return out_TH, expected(case, row, step)

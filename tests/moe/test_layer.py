@@ -24,7 +24,8 @@ def cases(draw: st.DrawFn) -> Case:
     slots = draw(st.integers(1, 4))
     dispatcher = draw(st.sampled_from(DISPATCHER_NAMES))
     if dispatcher == "moge":
-        experts, top_k = ranks * slots, ranks * draw(st.integers(1, slots))
+        experts = ranks * slots
+        top_k = ranks * draw(st.integers(1, slots))
     else:
         experts = draw(st.integers(slots, ranks * slots))
         top_k = draw(st.integers(1, min(experts, 4)))
@@ -48,7 +49,8 @@ def one_step(case: Case) -> tuple[float, list[int], list[int]] | None:
         return None
     layer, dense = build_on(case, RankGroup(group))
     tokens = case.step(dist.get_rank())
-    output, expected = layer(*tokens), dense(*tokens)
+    output = layer(*tokens)
+    expected = dense(*tokens)
     assert output.shape == expected.shape
     assert output.dtype == expected.dtype
     difference = (output.float() - expected.float()).abs()
@@ -76,7 +78,8 @@ def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case
 
 def test_the_heat_ring_wraps_around():
     case = Case("all2allv", experts=4, slots=3, top_k=2, tokens=(5, 3), skew=0.2)
-    rows, steps = 3, 7
+    rows = 3
+    steps = 7
 
     def steps_over_a_ring(group: RankGroup) -> list[tuple[list[int], list[int]]]:
         layer = layer_on(case, group, heat_rows=rows)
@@ -93,7 +96,8 @@ def test_the_heat_ring_wraps_around():
 
 def switch_placement(case: Case, group: RankGroup) -> tuple[float, list[int]]:
     """Check outputs before and after a new placement is written in place, and return the heat counted under it."""
-    layer, rank = layer_on(case, group), group.rank
+    layer = layer_on(case, group)
+    rank = group.rank
     tokens = case.step(rank)
     before = layer(*tokens)
     tensors = [*layer.expert_weights(), layer.expert_map, layer.log2phy, layer.moe_load, layer.load_counter]

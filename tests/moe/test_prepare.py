@@ -13,7 +13,8 @@ from eplb_lab.layer.prepare import AllGatherPreparation
 from eplb_lab.layer.rank_group import RankGroup
 from tests.moe.simulated import SimulatedGroup, run_simulated
 
-H, E = 6, 4
+H = 6
+E = 4
 ALONE = RankGroup(None)
 Tokens = tuple[torch.Tensor, tuple[torch.Tensor]]
 COUNTS = st.lists(st.integers(0, 7), min_size=4, max_size=4)

@@ -24,7 +24,8 @@ def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
     process_group = ep_group(ranks)
     if process_group is None or dist.get_rank() >= ranks:
         return None
-    group, exchanges = RankGroup(process_group), []
+    group = RankGroup(process_group)
+    exchanges = []
     all_to_all = group.all_to_all
     group.all_to_all = lambda *args: exchanges.append(args) or all_to_all(*args)  # type: ignore[method-assign]
     group._gathers = lambda device: own  # type: ignore[method-assign]
@@ -83,7 +84,9 @@ def test_a_sum_has_the_same_bits_on_all_ranks_and_receives_two_copies_at_most(
 
 
 def test_rows_of_a_device_are_gathered_by_its_backend():
-    alone, several = RankGroup(None), RankGroup.__new__(RankGroup)
+    alone = RankGroup(None)
+    several = RankGroup.__new__(RankGroup)
     several._group = object()  # type: ignore[assignment]
-    cpu, device = torch.device("cpu"), torch.device("cuda")
+    cpu = torch.device("cpu")
+    device = torch.device("cuda")
     assert [several._gathers(cpu), several._gathers(device), alone._gathers(device)] == [False, True, False]

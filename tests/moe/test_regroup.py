@@ -32,7 +32,8 @@ def test_a_layer_on_another_number_of_ranks_equals_a_new_one(tokens, slots, spli
     other = replace(first, tokens=tokens, slots=slots)
     options = LayerOptions(split=split)
     width = 1 if split == "step" else 2
-    old, new = Exchange(first.ranks), Exchange(other.ranks)
+    old = Exchange(first.ranks)
+    new = Exchange(other.ranks)
 
     def steps(all_ranks: RankGroup) -> None:
         rank = all_ranks.rank
@@ -54,7 +55,8 @@ def test_a_layer_on_another_number_of_ranks_equals_a_new_one(tokens, slots, spli
         for mine, theirs in zip(layer.expert_weights(), wanted.expert_weights(), strict=True):
             assert torch.equal(mine, theirs)
         tokens_TH = other.step(rank)
-        out_TH, expected_TH = layer(*tokens_TH), wanted(*tokens_TH)
+        out_TH = layer(*tokens_TH)
+        expected_TH = wanted(*tokens_TH)
         torch.testing.assert_close(out_TH, expected_TH)
         assert int(layer.load_counter) == 1
         assert torch.equal(layer.moe_load, wanted.moe_load)
@@ -76,7 +78,8 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
 )
 def test_what_does_not_fit_leaves_the_layer_as_it_was(change, said):
     layer = made(ALONE, RankGroup(None))
-    before, tables = layer(*ALONE.step(0)), layer.log2phy.data_ptr()
+    before = layer(*ALONE.step(0))
+    tables = layer.log2phy.data_ptr()
     given = {
         "phy2log_RS": ALONE.placement(),
         "experts": seeded_experts(ALONE.shape, ALONE.seed),

@@ -16,7 +16,8 @@ from eplb_lab.layer.router import grouped_routing
 
 @st.composite
 def routers(draw: st.DrawFn) -> Router:
-    groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    groups = draw(st.integers(1, 4))
+    size = draw(st.integers(1, 4))
     top_groups = draw(st.integers(1, groups))
     experts = groups * size
     bias = torch.linspace(-0.3, 0.4, experts) if draw(st.booleans()) else None
@@ -88,7 +89,8 @@ def test_settings_that_do_not_fit(changed: dict[str, object], message: str):
 
 @pytest.mark.parametrize(("groups", "share"), [(1, 3), (2, 1), (3, 2), (4, 3)])
 def test_grouped_routing_takes_the_best_of_every_group(groups: int, share: int):
-    size, tokens = 3, 5
+    size = 3
+    tokens = 5
     logits_TE = torch.randn(tokens, groups * size, generator=torch.Generator().manual_seed(groups))
     router = Router(groups * size, groups * share, custom=grouped_routing(groups), scaling_factor=2.0)
     weights_TK, ids_TK = router(logits_TE)

@@ -29,7 +29,8 @@ def layers(
     Each rank has up to one spare slot, or half of all slots are spare.
     """
     generator = np.random.default_rng(draw(SEEDS))
-    ranks, slots = draw(st.integers(1 + many, most_ranks)), draw(st.integers(1 + many, 6))
+    ranks = draw(st.integers(1 + many, most_ranks))
+    slots = draw(st.integers(1 + many, 6))
     spare = draw(st.integers(0, min(ranks, ranks * slots - slots)))
     if many:
         spare = ranks * slots // 2
@@ -41,7 +42,8 @@ def splitting(
     shape: MoEShape, phy2log_RS: np.ndarray, dispatcher: str, group: SimulatedGroup
 ) -> ExpertParallelMoE:
     """Return one rank's layer that splits by step."""
-    experts, options = seeded_experts(shape), LayerOptions(split="step")
+    experts = seeded_experts(shape)
+    options = LayerOptions(split="step")
     return ExpertParallelMoE(
         shape, phy2log_RS, experts, dispatcher=dispatcher, ep_group=group, options=options
     )
@@ -113,7 +115,8 @@ def test_all_ranks_take_a_step_for_as_large(
         return rounds_for(choices)
 
     monkeypatch.setattr(stepwise, "rounds_for", recorded)
-    shape, top_k = MoEShape(0, 6, 8, 6), 2
+    shape = MoEShape(0, 6, 8, 6)
+    top_k = 2
 
     def step(group: SimulatedGroup) -> None:
         phy2log_RS = random_placement(3, 3, 6, np.random.default_rng(0))
@@ -173,7 +176,8 @@ def test_sums_stay_exact_at_the_largest_deployments() -> None:
     # A quarter of 2**22 choices in every slot, in 64ths.
     state = torch.from_numpy(np.rint(generator.normal(0, 2.0**26, split.rounds_CM2.shape[2])))
     for round_M2 in split.rounds_CM2:
-        forwards, backwards = round_M2 @ state, round_M2.flip(1) @ state.flip(0)
+        forwards = round_M2 @ state
+        backwards = round_M2.flip(1) @ state.flip(0)
         assert torch.equal(forwards, backwards)
         exact = slow.product(round_M2[:3], list(map(int, state.tolist())))
         assert forwards[:3].tolist() == [float(x) for x in exact]
@@ -194,7 +198,9 @@ def test_another_placement_is_installed_in_place() -> None:
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
 def test_a_layer_splits_under_the_placement_that_it_was_given(dispatcher: str) -> None:
-    ranks, slots, experts = 4, 3, 8
+    ranks = 4
+    slots = 3
+    experts = 8
     shape = MoEShape(0, experts, 8, 6)
     placements = [random_placement(ranks, slots, experts, np.random.default_rng(seed)) for seed in (3, 4)]
     counts_E = np.array([40, 1, 1, 9, 2, 3, 1, 7])

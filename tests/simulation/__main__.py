@@ -38,7 +38,10 @@ def main() -> None:
             print(f"{moment:10.4f}  {who:10} {what}")
         print(outcome._replace(log=()))
         sys.exit(bool(outcome.breaches))
-    began, failed, seconds, faults = time.perf_counter(), [], 0.0, 0
+    began = time.perf_counter()
+    failed = []
+    seconds = 0.0
+    faults = 0
     for count, outcome in enumerate(runs(range(arguments.first, arguments.first + arguments.seeds)), 1):
         seconds, faults = seconds + outcome.seconds, faults + outcome.faults
         if outcome.breaches:

@@ -33,14 +33,16 @@ class Engine:
 
     def __init__(self, world: Any, number: int) -> None:
         self.scheduler, self.network, self.shapes = world.scheduler, world.network, world.shapes
-        self.number, self._world = number, world
+        self.number = number
+        self._world = world
         self.fatal: dict[int, str] = {}
         self.agents: dict[int, Agent] = {}
         self.layers: dict[int, list[SimulatedLayer]] = {}
         self.counters: dict[int, torch.Tensor] = {}
         self.failing_installs: dict[int, int] = {}
         self.misfits = [Misfits() for _ in range(self.shapes.ranks)]
-        drift, names = self.scheduler.random.uniform, [f"rank {rank}" for rank in range(self.shapes.ranks)]
+        drift = self.scheduler.random.uniform
+        names = [f"rank {rank}" for rank in range(self.shapes.ranks)]
         self.ranks = [Process(self.scheduler, name, drift(0.98, 1.02), self.network) for name in names]
         self.model = Model(self.ranks, self.shapes, world.breach, world.stride)
         self.drift(world.drawn_heat())
@@ -73,7 +75,9 @@ class Engine:
             layer.source_load[:] = torch.from_numpy(heat_E)
 
     def _serve(self, rank: int, group: SimulatedGroup) -> None:
-        process, scheduler, shapes = self.ranks[rank], self.scheduler, self.shapes
+        process = self.ranks[rank]
+        scheduler = self.scheduler
+        shapes = self.shapes
         counter = self.counters[rank] = torch.tensor(_WARM_PASSES)
         memory_LX = torch.zeros(shapes.layers, 2 * shapes.slots + shapes.experts // 2, dtype=torch.int64)
         memory = enumerate(memory_LX)
@@ -119,7 +123,8 @@ class Engine:
                 agent.step()
 
     def _agent(self, rank: int, group: SimulatedGroup, layers: list[SimulatedLayer]) -> Agent:
-        process, shapes = self.ranks[rank], self.shapes
+        process = self.ranks[rank]
+        shapes = self.shapes
         settings = self._settings.model_copy(update={"node": f"node {rank}"})
         settings._streams = lambda requests, metadata: Call(
             process, self.network, self._world.service, requests

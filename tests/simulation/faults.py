@@ -12,7 +12,8 @@ _THREADS = ("model", "eplb-transfer", "eplb-peers", "eplb-stream", "eplb-reforma
 
 def _trouble(rate: str) -> Callable[[Any], str]:
     def begin(world: Any) -> str:
-        seconds, part = world.random.choice((2.0, 30.0)), world.random.choice((0.1, 0.5, 1.0))
+        seconds = world.random.choice((2.0, 30.0))
+        part = world.random.choice((0.1, 0.5, 1.0))
         if rate == "flipped" and not world.settings["verify_transfers"]:
             return "none, as nobody would look"
         setattr(world.network, rate, part)
@@ -24,7 +25,8 @@ def _trouble(rate: str) -> Callable[[Any], str]:
 
 def _misfit(kind: str) -> Callable[[Any], str]:
     def begin(world: Any) -> str:
-        misfits, many = world.random.choice(world.engine.misfits), world.random.choice((1, 1, 3))
+        misfits = world.random.choice(world.engine.misfits)
+        many = world.random.choice((1, 1, 3))
         setattr(misfits, kind, getattr(misfits, kind) + many)
         return f"{many} on rank {world.engine.misfits.index(misfits)}"
 
@@ -34,51 +36,64 @@ def _misfit(kind: str) -> Callable[[Any], str]:
 class Faults:
     """One method per kind of fault, named after the kind."""
 
-    lost_datagrams, late_datagrams = _trouble("lost"), _trouble("late")
-    doubled_datagrams, rejected_datagrams = _trouble("doubled"), _trouble("rejected")
+    lost_datagrams = _trouble("lost")
+    late_datagrams = _trouble("late")
+    doubled_datagrams = _trouble("doubled")
+    rejected_datagrams = _trouble("rejected")
     replayed_datagrams = _trouble("replayed")
     flipped_bits = _trouble("flipped")
-    missed_call, doubled_call, counted_twice = _misfit("missed"), _misfit("doubled"), _misfit("counted")
+    missed_call = _misfit("missed")
+    doubled_call = _misfit("doubled")
+    counted_twice = _misfit("counted")
 
     def stop(world: Any) -> str:
-        rank, seconds = world.rank(), world.random.choice((0.2, 1.0, 5.0, 15.0))
+        rank = world.rank()
+        seconds = world.random.choice((0.2, 1.0, 5.0, 15.0))
         world.engine.ranks[rank].freeze(seconds)
         return f"rank {rank} for {seconds} s"
 
     def hang(world: Any) -> str:
-        rank, seconds, thread = world.rank(), world.random.choice((1.0, 8.0)), world.random.choice(_THREADS)
+        rank = world.rank()
+        seconds = world.random.choice((1.0, 8.0))
+        thread = world.random.choice(_THREADS)
         world.engine.ranks[rank].freeze(seconds, thread)
         return f"{thread} of rank {rank} for {seconds} s"
 
     def exception(world: Any) -> str:
-        rank, thread = world.rank(), world.random.choice(_THREADS)
+        rank = world.rank()
+        thread = world.random.choice(_THREADS)
         world.engine.ranks[rank].failing[thread] = world.random.randint(1, 20), MemoryError
         return f"a MemoryError in {thread} of rank {rank}"
 
     def interrupt_in_a_commit(world: Any) -> str:
-        rank, looks = world.rank(), world.random.randint(1, 6)
+        rank = world.rank()
+        looks = world.random.randint(1, 6)
         failing = world.engine.ranks[rank].failing
         world.network.aimed.append(lambda: failing.update(model=(looks, KeyboardInterrupt)))
         return f"rank {rank}"
 
     def cut(world: Any) -> str:
-        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0, 20.0))
+        pair = world.random.sample(world.engine.ranks, 2)
+        seconds = world.random.choice((0.5, 5.0, 20.0))
         world.network.cut(pair[0].name, pair[1].name, seconds)
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def cut_in_a_commit(world: Any) -> str:
-        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
+        pair = world.random.sample(world.engine.ranks, 2)
+        seconds = world.random.choice((0.5, 5.0))
         world.network.aimed.append(lambda: world.network.cut(pair[0].name, pair[1].name, seconds))
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def links_end(world: Any) -> str:
-        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.2, 5.0, 60.0))
+        pair = world.random.sample(world.engine.ranks, 2)
+        seconds = world.random.choice((0.2, 5.0, 60.0))
         world.network.end_links(pair[0].name, pair[1].name, seconds)
         return f"presence links between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def rejected_in_a_commit(world: Any) -> str:
         """A firewall rejects all new traffic to one rank that is late at a commit, while the vote links stay open."""
-        victim, seconds = world.random.choice(world.engine.ranks), world.random.choice((2.0, 20.0))
+        victim = world.random.choice(world.engine.ranks)
+        seconds = world.random.choice((2.0, 20.0))
         late = world.random.choice((0.4, 1.5, 3.0))
 
         def begin() -> None:
@@ -93,7 +108,8 @@ class Faults:
 
     def cut_and_failing_install(world: Any) -> str:
         """Cut a link at a commit and make an install fail on the other side."""
-        pair, seconds = world.random.sample(world.engine.ranks, 2), world.random.choice((0.5, 5.0))
+        pair = world.random.sample(world.engine.ranks, 2)
+        seconds = world.random.choice((0.5, 5.0))
 
         def begin() -> None:
             # The engine may have restarted with different processes before the commit.
@@ -106,7 +122,8 @@ class Faults:
 
     def abort_and_late_end(world: Any) -> str:
         """Abort a plan while one rank's transfer still runs, which then only ends during the next plan."""
-        rank, seconds = world.rank(), world.random.choice((1.0, 4.0, 8.0))
+        rank = world.rank()
+        seconds = world.random.choice((1.0, 4.0, 8.0))
         world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
         other = world.engine.ranks[(rank + 1) % world.shapes.ranks]
         other.failing["eplb-transfer"] = world.random.randint(1, 6), MemoryError
@@ -114,18 +131,21 @@ class Faults:
 
     def exception_anywhere(world: Any) -> str:
         """Raise between any two lines that a rank's model thread runs in its agent."""
-        rank, lines = world.rank(), world.random.randint(1, 4000)
+        rank = world.rank()
+        lines = world.random.randint(1, 4000)
         world.engine.ranks[rank].failing_line = lines
         return f"rank {rank} in {lines} lines"
 
     def exception_in_a_commit(world: Any) -> str:
-        rank, lines = world.rank(), world.random.randint(1, 400)
+        rank = world.rank()
+        lines = world.random.randint(1, 400)
         process = world.engine.ranks[rank]
         world.network.aimed.append(lambda: setattr(process, "failing_line", lines))
         return f"rank {rank} in {lines} lines"
 
     def cut_off(world: Any) -> str:
-        rank, seconds = world.rank(), world.random.choice((0.5, 5.0, 20.0))
+        rank = world.rank()
+        seconds = world.random.choice((0.5, 5.0, 20.0))
         world.network.cut(f"rank {rank}", NAME, seconds)
         return f"rank {rank} from the service for {seconds} s"
 
@@ -136,7 +156,8 @@ class Faults:
         return f"rank {rank}"
 
     def kill_service(world: Any) -> str:
-        seconds, lost = world.random.choice((0.5, 10.0, 60.0)), world.random.random() < 0.3
+        seconds = world.random.choice((0.5, 10.0, 60.0))
+        lost = world.random.random() < 0.3
         world.stop_service()
         if lost:
             world.disk.lose()

@@ -71,7 +71,8 @@ class Model:
         self._changed = [process.condition() for process in processes]
         self._scheduler = processes[0].scheduler
         self._free_at = 0.0
-        self._stride, self._breach = stride, breach
+        self._stride = stride
+        self._breach = breach
         self._strides: dict[int, int] = {}
         self._served: dict[int, list[bytes]] = {}
         self._right: set[tuple[bytes, ...]] = set()

@@ -83,7 +83,8 @@ class Network:
         self.lost = self.late = self.doubled = self.replayed = self.rejected = self.flipped = 0.0
 
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
-        scheduler, there = self.scheduler, self.sockets.get(target)
+        scheduler = self.scheduler
+        there = self.sockets.get(target)
         draw = scheduler.random.random
         rejected = there is None or (self.rejected and draw() < self.rejected)
         if rejected:
@@ -110,7 +111,9 @@ class Socket:
     """A datagram socket with the operations that agents use."""
 
     def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
-        self.process, self.address, self._network = process, address, network
+        self.process = process
+        self.address = address
+        self._network = network
         self._peer: Any = None
         self._timeout: float | None = None
         self._arrived: deque[tuple[bytes, tuple[str, int]]] = deque()
@@ -175,7 +178,8 @@ class Socket:
 
     def _raise_refusal(self) -> None:
         if self._refused:
-            self._refused, self.saw_refusal = False, True
+            self._refused = False
+            self.saw_refusal = True
             raise ConnectionRefusedError("connection refused")
 
     def __enter__(self) -> Socket:
@@ -189,7 +193,9 @@ class Mesh:
     """Links of one process group between all pairs of its ranks. They end when the first handle is released."""
 
     def __init__(self, network: Network, name: str, size: int) -> None:
-        self.network, self.name, self.size = network, name, size
+        self.network = network
+        self.name = name
+        self.size = size
         self.handles: dict[int, tuple[Process, Event]] = {}
         self.broken_at: dict[int, float] = {}
         self._reduced: dict[int, dict[int, tuple[Work, list[int]]]] = {}
@@ -304,7 +310,9 @@ class Handle:
     """One rank's end of a mesh, with the interface of a gloo group. Its links close with the last reference."""
 
     def __init__(self, mesh: Mesh, rank: int, process: Process) -> None:
-        self._mesh, self._rank, self._process = mesh, rank, process
+        self._mesh = mesh
+        self._rank = rank
+        self._process = process
         self._number = 0
         self._leave: Callable[[], None] = lambda: mesh.leave(rank)
         process.on_end.append(self._leave)
@@ -378,7 +386,8 @@ class SimulatedLinks:
     complaint = None
 
     def __init__(self, network: Network, address: tuple[str, int]) -> None:
-        self._network, self._address = network, address
+        self._network = network
+        self._address = address
         network.links[address] = self
 
     def open(self, rank: int, addresses: Any, proof: Any, hear: Callable[[bytes], bytes | None]) -> None:

@@ -68,7 +68,9 @@ class Thread:
     """A thread of a simulated process."""
 
     def __init__(self, process: Process, name: str, target: Callable[[], object]) -> None:
-        self.process, self.name, self._target = process, name, target
+        self.process = process
+        self.name = name
+        self._target = target
         self.waits = 0
         self._greenlet = greenlet(self._run, process.scheduler._hub)
         self._greenlet.thread = self
@@ -137,7 +139,10 @@ class Process:
     """A simulated process: threads that end together, and a clock that may drift. It is also its agent's runtime."""
 
     def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0, network: Any = None) -> None:
-        self.scheduler, self.name, self.drift, self.network = scheduler, name, drift, network
+        self.scheduler = scheduler
+        self.name = name
+        self.drift = drift
+        self.network = network
         self.alive = True
         self.frozen_until = 0.0
         self.held: dict[str, float] = {}

@@ -194,7 +194,8 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
         return _EPOCH + scheduler.now
 
     def computed(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        done, answer = _done(function, *arguments), Future[Any]()
+        done = _done(function, *arguments)
+        answer = Future[Any]()
         give = answer.set_exception if done.exception() else answer.set_result
         given: Any = done.exception() or done.result()
         scheduler.at(scheduler.now + scheduler.random.uniform(0.01, 0.3), lambda: give(given))

@@ -42,7 +42,9 @@ class Call:
     """
 
     def __init__(self, process: Process, network: Network, service: Any, requests: Iterator[Any]) -> None:
-        self._process, self._network, self._service = process, network, service
+        self._process = process
+        self._network = network
+        self._service = service
         self._responses = process.queue()
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._requests = requests

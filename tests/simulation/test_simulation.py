@@ -13,7 +13,8 @@ _QUICK = ("only late ranks confirm",)
 
 
 def test_a_seed_is_a_run_that_keeps_every_promise() -> None:
-    first, again = World(2).run(), World(2).run()
+    first = World(2).run()
+    again = World(2).run()
     assert first == again
     assert first.breaches == ()
     assert first.faults

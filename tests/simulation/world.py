@@ -68,7 +68,8 @@ class World:
         self, seed: int, kinds: Any = (), ranks: int = 0, bound: float = BOUND_SECONDS, many: int = -1
     ) -> None:
         self.seed = seed
-        self.bound, self.many = bound, many
+        self.bound = bound
+        self.many = many
         self.scheduler = Scheduler(seed)
         random = self.random = self.scheduler.random
         self.network = Network(self.scheduler)
@@ -229,7 +230,8 @@ class World:
 
     def _drawn(self) -> list[tuple[float, str]]:
         number = self.random.choice((0, 4, 8, 16)) if self.many < 0 else self.many
-        draw, unit = self.random.random, self.shapes.pass_seconds
+        draw = self.random.random
+        unit = self.shapes.pass_seconds
         moments = sorted((_QUIET_PASSES + _FAULTY_PASSES * draw()) * unit for _ in range(number))
         return [(moment, self.random.choice(self.kinds)) for moment in moments]
 
@@ -253,7 +255,8 @@ class World:
 
     def drawn_heat(self) -> npt.NDArray[np.int32]:
         """Draw the tokens of one rank in a pass, int32 ``[L, E]``. A few experts are hot."""
-        draw, shape = self.random.paretovariate, (self.shapes.layers, self.shapes.experts)
+        draw = self.random.paretovariate
+        shape = (self.shapes.layers, self.shapes.experts)
         return np.array([int(10 * draw(1.0)) for _ in range(shape[0] * shape[1])], np.int32).reshape(shape)
 
     def _drift(self) -> None:

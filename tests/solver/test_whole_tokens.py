@@ -8,7 +8,9 @@ import pytest
 from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned
 from tests.solver.slow import whole
 
-RANKS, SLOTS, EXPERTS = 4, 4, 10
+RANKS = 4
+SLOTS = 4
+EXPERTS = 10
 CURVE = np.array([3.0, 4.0, 1.0, 0.5])
 # Expert 0 has four replicas. Experts 1, 2 and 3 have two each, and one replica of expert 3 is unused.
 EXPERT_P = np.array([0, 1, 2, 4, 0, 1, 3, 5, 0, 2, 6, 7, 0, 3, 8, 9])

@@ -11,7 +11,8 @@ from worker_agent.device import Mark
 from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 from worker_agent.swap.machine import StartTransfer
 
-RANKS, SLOTS = 3, 4
+RANKS = 3
+SLOTS = 4
 CPU = torch.device("cpu")
 
 

@@ -158,7 +158,8 @@ class State:
         return [(keys[rank], *sorted(order.index(peer) for peer in in_doubt[rank])) for rank in order]
 
     def _rank_key(self, rank: int, generation: int, lane: int) -> tuple[Any, ...]:
-        m, vote = self.machines[rank], self.vote
+        m = self.machines[rank]
+        vote = self.vote
         return (
             m.installed.version_digest,
             int(m.progress),

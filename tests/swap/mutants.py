@@ -101,8 +101,13 @@ def _hasty(ballot: Ballot) -> Ballot:
     return replace(ballot, progress=READY if ballot.progress == BUSY else ballot.progress)
 
 
-OFFERED, BUSY, READY = Progress.OFFERED, Progress.TRANSFERRING, Progress.READY
-NOTHING, START, COMMIT, ABORT = VoteResult.NOTHING, VoteResult.START, VoteResult.COMMIT, VoteResult.ABORT
+OFFERED = Progress.OFFERED
+BUSY = Progress.TRANSFERRING
+READY = Progress.READY
+NOTHING = VoteResult.NOTHING
+START = VoteResult.START
+COMMIT = VoteResult.COMMIT
+ABORT = VoteResult.ABORT
 CALL_OFF = VoteResult.CALL_OFF
 OVERLAPS = _arguments("offer", lambda m, *arguments: (replace(m, transfer_runs=False), *arguments))
 ANY_END = _arguments("with_transfer_ended", lambda m, _, *error: (m, m.generation, *error))

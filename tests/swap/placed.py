@@ -8,7 +8,10 @@ from eplb_core.placement import Placement, default_log2phy
 from eplb_core.wire.plan import RankLayer, RankPlan, shared_digests
 from worker_agent.swap.rank_layout import RankLayout
 
-RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2
+RANKS = 3
+LAYERS = 2
+EXPERTS = 4
+SLOTS = 2
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 INSTALLED = RankLayout.first(1, LINEAR, LINEAR.default_log2phy()[1])
 """Initial layout of rank 1."""

@@ -13,7 +13,8 @@ from worker_agent.swap import table_check
 from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.table_check import TableCheck
 
-PLACEMENT, RANK = Placement.linear(3, 6, 2, 4), 1
+PLACEMENT = Placement.linear(3, 6, 2, 4)
+RANK = 1
 ROUND = table_check._ROUND_BOUNDARIES + 1
 
 

@@ -227,8 +227,14 @@ def _reformed(low: int, vote: int) -> tuple[Reformation, int]:
     ``low`` is the lowest layout digest of all ranks and ``vote`` the highest vote number.
     """
     rank: Any = object.__new__(Reformation)
-    rank.attempts, rank.generation, rank.lane, rank.vote = 1, 3, 2, 5
-    rank._version_digest, rank._astray, rank._margin, rank._current_pass = 7, False, 32, lambda: 40
+    rank.attempts = 1
+    rank.generation = 3
+    rank.lane = 2
+    rank.vote = 5
+    rank._version_digest = 7
+    rank._astray = False
+    rank._margin = 32
+    rank._current_pass = lambda: 40
     answers = {Kind.SERVED: [low, -7, -4, -6, -vote, 39, -41, 0, -64], Kind.IN_TIME: [1]}
     link: Any = SimpleNamespace(begin=lambda kind, *_: SimpleNamespace(wait=lambda _: answers[kind]))
     return rank, rank._first_vote(link)

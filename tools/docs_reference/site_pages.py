@@ -40,7 +40,8 @@ def site_links(text: str) -> str:
     """Return the Markdown of a page of the repository's root with its links adapted to the site."""
 
     def link(match: re.Match[str]) -> str:
-        label, target = match[1], match[2]
+        label = match[1]
+        target = match[2]
         if target in ROOT_PAGES:
             return f"[{label}]({ROOT_PAGES[target]})"
         if target.startswith("docs/"):

@@ -192,7 +192,7 @@ def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | 
     if actual.parameters != expected.parameters:
         actual_list = ", ".join(actual.parameters)
         expected_list = ", ".join(expected.parameters)
-        # The slice is empty for a function without a patch, so a change to its parameters is never fatal.
+        # The slice is empty for a function that is not patched, so different parameters are never rejected.
         leading = slice(patches.get(target, 0))
         fatal = actual.parameters[leading] != expected.parameters[leading]
         return _Mismatch(target, f"takes ({actual_list}) instead of ({expected_list})", fatal)

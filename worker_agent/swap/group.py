@@ -244,7 +244,7 @@ class AgentGroup:
 
         - ``d``: this rank's verdict on a vote
         - ``t``: this rank's attempt to open a vote link, given the peer's attempt
-        - ``f``: a failure to record
+        - ``f``: the peer reports a failure, which this rank records
         - ``c``: checksum of a live expert
         - ``p``: this rank's position
         - ``i``: ``+`` if this rank has installed the part of a vote

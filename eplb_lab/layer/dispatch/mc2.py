@@ -274,7 +274,7 @@ def _spread_padding(
     chosen_TP = torch.zeros(physical_TK.shape[0], experts + 1, dtype=torch.bool, device=physical_TK.device)
     real_TK = physical_TK.masked_fill(~active_TK, experts).long()
     chosen_TP.scatter_(1, real_TK, True)
-    # Sort the experts that were not chosen to the front, by their distance from ``first``.
+    # Move unchosen experts to the front, sorted by their distance from ``first``.
     distance_P = (torch.arange(experts, device=physical_TK.device) - first) % experts
     free_TP = (distance_P + experts * chosen_TP[:, :experts]).argsort(dim=1)
     padding_TK = (~active_TK).cumsum(1) - 1

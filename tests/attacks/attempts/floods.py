@@ -35,7 +35,8 @@ async def _noise(target: Target) -> str:
 @attempt(f"{2 * to.CONNECTIONS} connections that say nothing", "memory is bounded, whatever is sent")
 async def _mute(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
-    before, links = target.resident_bytes, []
+    before = target.resident_bytes
+    links = []
     async with target.honest():
         for _ in range(2 * to.CONNECTIONS):
             with contextlib.suppress(OSError):
@@ -101,7 +102,8 @@ async def _write_all(rank: FakeRank, parts: list[agent_pb2.ConnectRequest]) -> N
 @attempt("30 Hellos of the largest size at once, three times", "memory is bounded, whatever is sent")
 async def _fat_hellos(target: Target) -> str:
     hello = hello_with(node="x" * (to.MESSAGE_BYTES - 4096))
-    grown, before = [], target.resident_bytes
+    grown = []
+    before = target.resident_bytes
     for _ in range(3):
         codes = await asyncio.gather(*(target.refusal(hello) for _ in range(30)))
         assert set(codes) <= {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED}

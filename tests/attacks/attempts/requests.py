@@ -54,7 +54,9 @@ def hello_with(rank: int = 0, **changes: Any) -> agent_pb2.Hello:
 
 def shaped_hello(layers: int, experts: int, slots: int) -> agent_pb2.Hello:
     hello = hello_with(deployment="fat", ep_size=1)
-    hello.shape.layers, hello.shape.experts, hello.shape.slots = layers, experts, slots
+    hello.shape.layers = layers
+    hello.shape.experts = experts
+    hello.shape.slots = slots
     hello.placement.ClearField("layer_epochs")
     hello.placement.layer_epochs.extend([0] * layers)
     hello.placement.local_physical_to_logical.CopyFrom(

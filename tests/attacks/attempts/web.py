@@ -23,7 +23,9 @@ def _answered(
         return f"refused: {status}"
 
 
-SECRET, READS, FILES = "figures are for readers", "the page only reads", "no file but the page's is served"
+SECRET = "figures are for readers"
+READS = "the page only reads"
+FILES = "no file but the page's is served"
 _answered("the page's figures without a token", SECRET, 401, LIST, locked=True)
 _answered("the page's figures with a wrong token", SECRET, 401, LIST, locked=True, token="x" * 21)
 _answered("the page's figures with an agent's token", SECRET, 403, LIST, locked=True, token=to.AGENT)

@@ -301,7 +301,7 @@ class State:
         for rank, agent in enumerate(self.crew.ranks):
             if agent.service == service:
                 self.end_stream(rank)
-        # The service that would have noticed these ends no longer exists.
+        # The service that would have noticed these disconnects is gone.
         self.dead_streams = frozenset(stream for stream in self.dead_streams if stream[0] != service)
 
     def _reform(self) -> None:

@@ -14,7 +14,8 @@ from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 
 LIVE = live_of(first_placement())
-CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
 APART = [("grpc.use_local_subchannel_pool", 1)]
 """A channel with a connection of its own."""
 SECONDS = 8.0
@@ -23,7 +24,7 @@ SECONDS = 8.0
 
 @asynccontextmanager
 async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
-    """So many calls on one connection that never send their request."""
+    """Open ``count`` calls on one connection without ever sending a request."""
     async with grpc.aio.insecure_channel(address, APART) as channel:
         opened = [channel.stream_unary(method)() for _ in range(calls)]
         await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))

@@ -16,7 +16,8 @@ import torch
 from eplb_lab.layer.operators import GroupListType, QuantMode, reference
 from tests.moe.torch_npu.calls import form_of
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
+FP16 = torch.float16
 SCALES = {BF16: BF16, FP16: torch.float32}
 BIASES = {BF16: torch.float32, FP16: FP16}
 INDICES = (torch.int32, torch.int64)
@@ -70,7 +71,8 @@ def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None
 
 
 def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: Any) -> None:
-    rows_NK, weight_GKM = x[0], weight[0]
+    rows_NK = x[0]
+    weight_GKM = weight[0]
     matrix(rows_NK, FP16, BF16, torch.int8)
     assert rows_NK.is_contiguous(), "x is not transposed"
     assert weight_GKM.ndim == 3, "weights are [G, K, M]"
@@ -90,7 +92,8 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
     else:
         assert rows_NK.dtype == weight_GKM.dtype, "rows and weights are of one dtype"
     if "bias" in more:
-        groups, columns = weight_GKM.shape[0], weight_GKM.shape[2]
+        groups = weight_GKM.shape[0]
+        columns = weight_GKM.shape[2]
         assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
         assert more["bias"][0].dtype == BIASES[rows_NK.dtype], "biases fit the rows"
 

@@ -82,10 +82,8 @@ def test_mc2_has_its_communication_domain_to_itself(
     variant: MC2Variant, length: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """No other exchange may use this domain, because ranks write into each other's memory through its buffers."""
-    here, operators = (
-        threading.local(),
-        SimpleNamespace(**{name: getattr(reference, name) for name in CHECKS}),
-    )
+    here = threading.local()
+    operators = SimpleNamespace(**{name: getattr(reference, name) for name in CHECKS})
 
     def fused(operator: Any, *args: Any, **kwargs: Any) -> Any:
         here.fused = True

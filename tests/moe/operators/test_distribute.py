@@ -19,7 +19,8 @@ def tokens_and_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 5, generator=generator), ids_TK
 
 
-DISPATCH, COMBINE = reference.npu_moe_distribute_dispatch_v2, reference.npu_moe_distribute_combine_v2
+DISPATCH = reference.npu_moe_distribute_dispatch_v2
+COMBINE = reference.npu_moe_distribute_combine_v2
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(0, [1, 1, 3, 4]), (1, [1, 0, 2, 1])])

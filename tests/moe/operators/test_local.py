@@ -144,7 +144,8 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
     generator = torch.Generator().manual_seed(0)
     rows_NK = torch.randint(-127, 128, (5, 2000), generator=generator, dtype=torch.int8)
     weight_GKM = torch.randint(-127, 128, (2, 2000, 3), generator=generator, dtype=torch.int8)
-    scale_GM, scale_N = torch.rand(2, 3, generator=generator), torch.rand(5, generator=generator)
+    scale_GM = torch.rand(2, 3, generator=generator)
+    scale_N = torch.rand(5, generator=generator)
     given = rows_NK, weight_GKM, torch.tensor([2, 3])
     out_NM = product(*given, dtype=torch.float32, scale=scale_GM, per_token_scale=scale_N)
     for row, group in enumerate([0, 0, 1, 1, 1]):

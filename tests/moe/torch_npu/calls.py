@@ -10,7 +10,11 @@ import torch
 
 from eplb_lab.layer.operators import DispatchQuantMode, GroupListType, Operators, QuantMode, reference
 
-T, K, E, H, INNER = 5, 2, 4, 16, 12
+T = 5
+K = 2
+E = 4
+H = 16
+INNER = 12
 ALONE = ("", 1, 0, E)
 ROUTING: dict[str, Any] = {
     "active_num": T * K,
@@ -48,13 +52,13 @@ def _local(device: str, dtype: torch.dtype) -> list[_Titled]:
 
     ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
     counts_E = torch.tensor([3, 3, 2, 2], device=device)
-    tokens, rows, row_of_choice = floats(T, H), floats(T * K, H), ids_TK.flatten()
-    permute, unpermute, routing, product = (
-        "npu_moe_token_permute",
-        "npu_moe_token_unpermute",
-        "npu_moe_init_routing_v2",
-        "npu_grouped_matmul",
-    )
+    tokens = floats(T, H)
+    rows = floats(T * K, H)
+    row_of_choice = ids_TK.flatten()
+    permute = "npu_moe_token_permute"
+    unpermute = "npu_moe_token_unpermute"
+    routing = "npu_moe_init_routing_v2"
+    product = "npu_grouped_matmul"
     scaled = {"scale": floats(T, dtype=torch.float32)}
     found: list[_Titled] = [
         ("permute", permute, (tokens, ids_TK.long()), {}),
@@ -96,7 +100,8 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    rows, weights_TK = T * min(K, E), zeros(T, K, dtype=torch.float32)
+    rows = T * min(K, E)
+    weights_TK = zeros(T, K, dtype=torch.float32)
     ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
     counts_E = torch.tensor([3, 6, 8, 10], dtype=torch.int32, device=device)
     a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
@@ -110,7 +115,8 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
         "_v2, A3, masked": (masked, masked | tp_counts),
         "_v2, two levels": two_levels,
     }
-    dispatch, combine = "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"
+    dispatch = "npu_moe_distribute_dispatch_v2"
+    combine = "npu_moe_distribute_combine_v2"
     sent = (zeros(T, H), ids_TK, *ALONE)
     returned = (zeros(rows, H), ids_TK, zeros(rows * 128, dtype=torch.int32), counts_E, weights_TK, *ALONE)
     found: list[_Titled] = []

@@ -42,7 +42,7 @@ def legal_swaps(phy2log_RS, hot):
 
 
 def legal_exchanges(phy2log_RS, hot):
-    """Yield the spare replicas that may become a replica of an expert of ``hot``, as for swaps."""
+    """Yield the spare replicas that may become a replica of an expert of ``hot``, under the rules for swaps."""
     for slot, gainer in enumerate(phy2log_RS[hot]):
         for rank, row in enumerate(phy2log_RS):
             if gainer in row:

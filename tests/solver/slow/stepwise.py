@@ -34,7 +34,7 @@ def bound_of(phy2log_RS: np.ndarray, heat_E: np.ndarray, inside_R: np.ndarray) -
 
 
 def by_sets(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
-    """Return the same optimum as the maximum of ``bound_of`` over all sets of ranks."""
+    """Compute the optimum a second way: the maximum of ``bound_of`` over all sets of ranks."""
     ranks = len(phy2log_RS)
     masks = []
     for size in range(1, ranks + 1):
