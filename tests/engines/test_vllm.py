@@ -8,7 +8,13 @@ import pytest
 
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
-from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY, made_checkpoint
+from tests.engines.conftest import (
+    DECIDE_OFTEN,
+    SWITCH_OFTEN,
+    TRITON_IN_PYTHON,
+    WHENEVER_IT_MAY,
+    made_checkpoint,
+)
 from tests.engines.engine_checks import (
     WITHOUT_WEIGHTS,
     heat_arrived,
@@ -79,9 +85,24 @@ def alone():
 
 
 EACH_CASE = pytest.mark.parametrize(
-    ("case", "requests"), [*((case, 8) for case in CASES), ("0.32-dp2", 1), ("0.23-dp2", 1)]
+    ("case", "requests", "service"),
+    [
+        ("0.32-tp2", 8, SWITCH_OFTEN),
+        ("0.32-dp2", 8, DECIDE_OFTEN),
+        ("0.32-tp2-dp2", 8, DECIDE_OFTEN),
+        ("0.23-tp2", 8, SWITCH_OFTEN),
+        ("0.23-dp2", 8, DECIDE_OFTEN),
+        ("0.32-dp2", 1, SWITCH_OFTEN),
+        ("0.23-dp2", 1, SWITCH_OFTEN),
+    ],
+    indirect=["service"],
+    ids=lambda value: "by-heat" if value == DECIDE_OFTEN else "often" if value == SWITCH_OFTEN else None,
 )
-"""vLLM sends requests that come one at a time to either data rank, while the other rank runs dummy passes."""
+"""Each engine with its requests at a time and its service.
+
+vLLM sends requests that come one at a time to either data rank, while the other rank runs dummy passes.
+"""
+SWITCHES_OFTEN = pytest.mark.parametrize("service", [SWITCH_OFTEN], indirect=True, ids=[""])
 
 
 @EACH_CASE
@@ -148,6 +169,7 @@ NO_REPLICAS = {"eplb_config": {"num_redundant_experts": 0, "use_async": False}, 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
+@SWITCHES_OFTEN
 @pytest.mark.parametrize("proposing", [{}, {"speculative_config": NGRAMS}], ids=["", "proposed-tokens"])
 def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, service, tmp_path):
     """Prompts of up to 40 tokens run beside decoding, with 16 tokens per pass.
@@ -158,6 +180,7 @@ def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, 
     switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
+@SWITCHES_OFTEN
 def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service, tmp_path):
     """The unmodified engine also reloads them, because on CPU vLLM answers differently after a reload."""
     enough = tmp_path / "enough"
@@ -173,7 +196,9 @@ def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(
     switched(service, 12, balanced.tail())
 
 
-EVERY_EIGHT_STEPS = f"--window-steps 16 --decision-interval 8 --report-steps 4 {WHENEVER_IT_MAY}"
+EVERY_EIGHT_STEPS = (
+    f"--window-steps 16 --decision-interval 8 --report-steps 4 {WHENEVER_IT_MAY} --policy deepseek"
+)
 SECOND_RUNNER = {
     "tp2": TWO_TENSOR_RANKS,
     "dp2": TWO_DATA_RANKS,
@@ -205,6 +230,7 @@ def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_pat
         switched(service, 6, balanced.tail())
 
 
+@SWITCHES_OFTEN
 def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_path):
     """As in Llama 4, whose kernel then reads no weights. vLLM cannot load redundant experts from its checkpoints."""
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
@@ -216,6 +242,7 @@ def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_pa
     switched(service, 3, balanced.tail())
 
 
+@SWITCHES_OFTEN
 def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
     agent = {"EPLB_AGENT_SERVICE": service.address}
     endless = LOAD | {"rounds": 1000, "engine": TWO_TENSOR_RANKS}
@@ -231,6 +258,7 @@ def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(ru
     switched(service, before + 1, balanced.tail())
 
 
+@SWITCHES_OFTEN
 @pytest.mark.parametrize("broken", [False, True], ids=["", "tables-without-weights"])
 def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, service):
     redundancy = '{"num_redundant_experts": 4, "use_async": false}'
@@ -246,6 +274,7 @@ def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, s
     switched(service, 10, server.tail())
 
 
+@SWITCHES_OFTEN
 def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
     enough = tmp_path / "enough"
     load = LOAD | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
