@@ -35,7 +35,7 @@ _SERVICE_FLAGS = [
     "--decision-interval",
     "32",
     "--report-steps",
-    "8",
+    "16",
     "--cpu-share",
     "1",
 ]

@@ -29,7 +29,7 @@ UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """For an engine with the second model runner. It is slow, so tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
-DECIDE_OFTEN = f"--window-steps 32 --decision-interval 32 --report-steps 8 {WHENEVER_IT_MAY}"
+DECIDE_OFTEN = f"--window-steps 64 --decision-interval 64 --report-steps 32 {WHENEVER_IT_MAY}"
 SWITCH_OFTEN = f"{DECIDE_OFTEN} --policy deepseek"
 """Options for engines whose PAR is at its noise floor with any placement, so that the default policy moves nothing."""
 
