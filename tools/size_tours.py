@@ -150,7 +150,8 @@ def _short_name(stop: Stop) -> str:
 
 _SERVER = "eplb_service/control/server"
 _AGENTS = Stop(f"{_SERVER}/agents.py")
-_COMPUTING = f"{_SERVER}/deciding/computing.py"
+_SNAPSHOT = f"{_SERVER}/deciding/snapshot.py"
+_DECISION = "eplb_core/planner/decision.py"
 _DECIDER = f"{_SERVER}/deciding/decider.py"
 _DEPLOYMENT = "eplb_service/control/core/deployment.py"
 _DECIDE = "eplb_core/planner/decide.py"
@@ -171,8 +172,8 @@ SETTING = Tour(
         Stop(f"{_SERVER}/settings.py", "ServiceSettings.planner"),
         Stop(f"{_SERVER}/plane/control_plane.py", "ControlPlane.__init__"),
         Stop(_DECIDER, "Decider"),
-        Stop(_COMPUTING, "DecisionInputs.of"),
-        Stop(_COMPUTING, "decide"),
+        Stop(_SNAPSHOT, "Snapshot.of"),
+        Stop(_DECISION, "decide"),
         Stop(_DECIDE, "plan"),
         Stop("eplb_core/planner/solver_call.py", "solve_layers"),
         Stop("eplb_core/solver/engine.py", "solve_many"),
@@ -225,10 +226,10 @@ HEAT = Tour(
         Stop("eplb_core/heat/sources.py", "SourceHeat.add"),
         Stop("eplb_core/heat/sources.py", "SourceHeat.by_rank"),
         Stop("eplb_core/heat/assembler.py", "HeatAssembler.remembered"),
-        Stop(_COMPUTING, "DecisionInputs.of"),
+        Stop(_SNAPSHOT, "Snapshot.of"),
         Stop(_DECIDER, "Decider"),
-        Stop(_COMPUTING, "decide"),
-        Stop(_COMPUTING, "DecisionInputs.window"),
+        Stop(_DECISION, "decide"),
+        Stop(_SNAPSHOT, "Snapshot.inputs"),
         Stop("eplb_core/heat/window.py", "Window"),
         Stop(_DECIDE, "plan"),
         Stop("eplb_core/planner/request.py", "SolveRequest"),
@@ -259,7 +260,7 @@ PLAN = Tour(
         Stop(_DECIDE),
         Stop("eplb_core/planner/plan.py", "LayerPlan"),
         Stop("eplb_core/planner/plan.py", "Plan"),
-        Stop(_COMPUTING, "decide"),
+        Stop(_DECISION, "decide"),
         Stop(_DECIDER, "Decider"),
         Stop(_DEPLOYMENT, "Deployment.offer"),
         Stop(_DECIDER, "Decider"),

@@ -105,6 +105,8 @@ class Pace:
         Number of steps between decisions while the heat does not change, before it is clamped to its bounds.
     paid_at
         Value of ``seen`` at which the CPU time of all decisions so far is paid off.
+    has_decided
+        True once the first decision has been made.
     segment_lengths
         Lengths of the most recent finished segments, in steps.
     expected
@@ -155,6 +157,7 @@ class Pace:
     changed_at: int = 0
     interval: int = 0
     paid_at: float = 0.0
+    has_decided: bool = False
     segment_lengths: tuple[int, ...] = ()
     expected: Promise | None = None
     sum_C: Float64 | None = None
@@ -189,7 +192,7 @@ class Pace:
     @property
     def serving_steps(self) -> float:
         """Number of steps that a plan made now is expected to serve."""
-        if self.due_at is not None and not self.settling:
+        if self.has_decided and not self.settling:
             return float(self._clamp_interval(self.interval))
         lengths = self.segment_lengths or (_DEFAULT_SEGMENT_STEPS,)
         return max(sum(lengths) / len(lengths), float(self.segment_age))
@@ -211,7 +214,7 @@ class Pace:
     def window_steps(self, heat_TLE: Counts) -> int:
         """Return the number of recent steps to decide on, given the heat of all remembered steps, ``[T, L, E]``."""
         longest = min(self.segment_age, self.memory, len(heat_TLE))
-        if self.due_at is None or longest < 2 * MIN_LOOKBACK:
+        if not self.has_decided or longest < 2 * MIN_LOOKBACK:
             return max(longest, 1)
         horizon = min(self._clamp_interval(self.interval), longest // 4)
         return stationary_steps(heat_TLE[len(heat_TLE) - longest :], horizon)
@@ -261,6 +264,7 @@ class Pace:
             due_at=self.due_at,
             interval=0,
             paid_at=self.paid_at,
+            has_decided=self.has_decided,
             expected=self.expected,
             weight_C=self.weight_C,
             learning_C=self.learning_C,
@@ -310,7 +314,7 @@ class Pace:
             True if the gain of the previous change has exceeded its standard error, False if it has not, and ``None``
             if there was no change or its gain is unknown.
         """
-        state = replace(self, expected=None) if changed else self
+        state = replace(self, has_decided=True, expected=None if changed else self.expected)
         if self.alarm is not None and self.segment_age < _SETTLING_STEPS:
             return state._schedule(self.changed_at + 2 * max(self.segment_age, 1))
         interval = self._clamp_interval(int(_interval_factor(changed, paid) * self.interval))

@@ -230,10 +230,10 @@ class Outlook:
         Value of ``Pace.seen`` at a change of heat that did not raise an alarm; ``None`` if there was no such change.
     too_recent
         True if that change was too recent to decide on.
-    cost
-        Number of steps whose CPU budget pays for the decision.
     recommendations
         As in ``Plan``.
+    layout
+        Layout that the decision started from; ``None`` if nothing was decided.
     planned
         Placement and split after the plan; ``None`` if the plan changes nothing.
     """
@@ -244,8 +244,8 @@ class Outlook:
     burst: bool = False
     change_at: int | None = None
     too_recent: bool = False
-    cost: float = 0.0
     recommendations: Sequence[Recommendation | None] = ()
+    layout: Layout | None = None
     planned: KnownSplit | None = None
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from eplb_service.cli.warmup import compile_solver
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
-    from eplb_service.replay.costs import Assumption
+    from eplb_service.replay.costs import Assumption, Costs
     from eplb_service.replay.policy import Job
     from eplb_service.replay.result import PolicyReplay, Replay, ReplayedDecision
 
@@ -53,6 +54,12 @@ INTERVAL = option(
     "256",
     "Steps between decisions, for flashlb the maximum; several separated by commas.",
     metavar=SEVERAL,
+)
+CPU_SHARE = option(
+    None,
+    "CPU cores that decisions may use on average, as for the service; needs --step-ms. Results then depend on the "
+    "speed of this machine. By default, CPU is not limited.",
+    section=_COMPARISON,
 )
 OUT = option(None, "Write all figures to this .json file.", section=RESULTS)
 
@@ -80,6 +87,7 @@ def replay(
     ),
     window: str = WINDOW,
     interval: str = INTERVAL,
+    cpu_share: float | None = CPU_SHARE,
     hindsight: bool = option(
         True, "Also fit placements to the scored steps themselves, and show the regret."
     ),
@@ -112,6 +120,8 @@ def replay(
     intervals = whole_numbers("--interval", interval)
     setups = setups_of(windows, intervals, counts)
     jobs = jobs_for(policies_of(policy), setups, settings, hindsight=hindsight)
+    if cpu_share is not None:
+        jobs = [replace(job, cpu_ms=_cpu_ms(cpu_share, costs)) for job in jobs]
     check_jobs(jobs, trace, scene)
     check_groups(settings, trace.experts, counts, scene.topology)
     check_windows(windows, intervals)
@@ -134,6 +144,15 @@ def replay(
         _print(output_console(), result, assumptions)
     if result.interrupted:
         raise typer.Exit(130)
+
+
+def _cpu_ms(cpu_share: float, costs: Costs) -> float:
+    """Return the CPU budget of decisions per step, in milliseconds."""
+    if not cpu_share > 0:
+        raise UserError(f"--cpu-share is {cpu_share:g}; it must be greater than 0")
+    if not costs.step_ms:
+        raise UserError("--cpu-share needs --step-ms, because the budget is a share of each step's time")
+    return cpu_share * costs.step_ms
 
 
 def policies_of(text: str) -> tuple[str, ...]:

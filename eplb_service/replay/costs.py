@@ -198,6 +198,11 @@ class Costs:
             layer_source="as charged",
         )
 
+    @property
+    def solve_steps(self) -> int:
+        """Number of steps from a window's end to the plan's arrival at the ranks; 0 if the step time is unknown."""
+        return math.ceil(self.solve_ms / self.step_ms) if self.step_ms else 0
+
     def stall_ms(self, slots: int, received: int, layers: int) -> float:
         """Return the milliseconds by which moves and switches delay steps, as the planner prices them.
 
@@ -261,7 +266,7 @@ class Costs:
             return steps_L
         expert_ms = 1e3 * self.expert_bytes / (self.link_bandwidth * self.link_share * 1e9)
         pick_up = PICK_UP_SOON_PASSES if soon else PICK_UP_PASSES
-        step = math.ceil(self.solve_ms / self.step_ms) + pick_up
+        step = self.solve_steps + pick_up
         moved_LC = np.concatenate([received_LR, sent_LR], axis=1)
         first = 0
         while first < len(received_LR):

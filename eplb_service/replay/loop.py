@@ -1,8 +1,8 @@
 """Replay one policy: it decides on a window, waits for the weights to arrive, and serves the following steps.
 
-A plan takes effect part by part as its weights arrive, starting with the layers that gain most. While weights are in
-transit, no other decision is made unless heat changes again, in which case the layers that have not switched yet are
-dropped from the plan.
+The planner's policies decide through ``planner.session``, as in the service. A plan takes effect part by part as its
+weights arrive, starting with the layers that gain most. While weights are in transit, no other decision is made unless
+heat changes again, in which case the layers that have not switched yet are dropped from the plan.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +29,15 @@ from eplb_core.placement import (
     step_par,
 )
 from eplb_core.planner.dealing import first_tables
-from eplb_core.planner.decide import plan, plan_afresh
-from eplb_core.planner.forecast import NO_FORECASTS
+from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.decision import DecisionInputs, check, decide, price_time
 from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import Layout, Plan, Promise, promise_for
+from eplb_core.planner.plan import Layout, Outlook, Plan, promise_for
 from eplb_core.planner.policies import PolicyError, answer_of
-from eplb_core.planner.score import Gain, gain_of, sampling_floor, split_loads, split_steps
+from eplb_core.planner.score import sampling_floor, split_loads, split_steps
+from eplb_core.planner.session import DecisionSession
 from eplb_core.planner.settings import EVEN, STEP
 from eplb_core.planner.topology import Topology
-from eplb_core.solver.model import Recommendation
 from eplb_service.io.trace import Trace
 from eplb_service.replay.costs import BUSY_PASSES, STAGING_BYTES, Costs
 from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
@@ -91,6 +92,33 @@ class Scene:
         return as_served(self.phy2log_LRS, trace.experts)
 
 
+class _Computed(NamedTuple):
+    """A decision whose result is not in use yet.
+
+    Parameters
+    ----------
+    step
+        Step before which the decision began.
+    ready_at
+        Step before which its result is used.
+    inputs
+        Inputs of the decision.
+    plan
+        The plan.
+    outlook
+        Outlook of the decision.
+    cost
+        Number of steps over which the CPU budget pays for the decision.
+    """
+
+    step: int
+    ready_at: int
+    inputs: DecisionInputs
+    plan: Plan
+    outlook: Outlook
+    cost: float
+
+
 def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
     """Run a job along the trace and yield the results of each interval of its schedule.
 
@@ -123,7 +151,6 @@ class _Run:
         self._split = job.settings.split
         self._topology = replace(scene.topology, bytes_per_expert=scene.costs.bytes_per_expert)
         self._external = job.external()
-        self._moving = scene.costs.moving
         self._deployable = scene.placement(trace, job.setup.slots)
         self._held_LRS = self._held_at_start(scene)
         """int32 ``[L, R, S]``, experts on the ranks before the next decision; -1 for an empty slot."""
@@ -132,21 +159,16 @@ class _Run:
         self._initial = self._serving
         self._pending: list[tuple[int, Layout]] = []
         """Steps at which further layers switch, each with the layout from then on; empty if no plan is in progress."""
-        self._plan_base = self._serving
-        """Layout before the latest plan."""
-        self._plan_alarm: tuple[int | None, int] | None = None
-        """Alarm that triggered the latest plan."""
+        self._switched = 0
+        """Number of times that layers of the latest plan have switched."""
         self._plan_ended_at: int | None = None
         """Step at which the latest plan ended."""
-        self._replaced: tuple[Layout, int] | None = None
-        """Layout before the last change, and the step at which the change was complete."""
         first = job.setup.first
-        self._pace = Pace(first, self.memory, job.setup.interval, seen=first) if job.on_change else None
-        self._promise: Promise | None = None
-        self._expected_TL: Float64 = np.zeros((0, trace.layers))
-        self._forecasts = NO_FORECASTS
-        self._recommendations: Sequence[Recommendation | None] = ()
-        self._layers_by_gain: Sequence[int] = ()
+        pace = Pace(first, self.memory, job.setup.interval, seen=first) if job.on_change else None
+        self._session = DecisionSession(pace)
+        """State of the planner's decisions; unused by external policies and the baseline."""
+        self._computed: _Computed | None = None
+        """Decision in progress."""
 
     def serve(self, heat_TLE: Counts, begin: int, step: int) -> ReplayedDecision:
         """Serve the steps from ``step`` to the end of the heat, and make the decisions that are due.
@@ -168,47 +190,69 @@ class _Run:
         us: list[Float64] = []
         while position < end:
             self._apply_arrived(position)
-            is_due = position == step if self._pace is None else self._pace.due
-            if self._job.policy and is_due and (not self._pending or self._may_replace):
-                decision = self._decide(
-                    heat_TLE[max(0, position - begin - self.memory) : position - begin], position
-                )
+            if self._is_due(position, starts_interval=position == step):
+                past_TLE = heat_TLE[max(0, position - begin - self.memory) : position - begin]
+                decision = self._decide(past_TLE, position)
                 if decision is not None:
                     decisions.append(decision)
                 self._apply_arrived(position)
             chunk_end = min(end, position + _CHUNK_STEPS)
             if self._pending:
                 chunk_end = min(chunk_end, self._pending[0][0])
+            if self._computed is not None:
+                chunk_end = min(chunk_end, self._computed.ready_at)
             chunk_TLE = heat_TLE[position - begin : chunk_end - begin]
             loads_TLR = served_loads(self._trace, chunk_TLE, position, self._serving, self._split)
-            served = self._advance_pace(chunk_TLE, position, loads_TLR)
+            served = self._advance_session(chunk_TLE, position, loads_TLR)
             loads.append(loads_TLR[:served])
             us += self._slowest_us(chunk_TLE[:served], position)
-            late += served if self._pending else 0
+            late += served if self._plan_in_progress else 0
             position += served
         row = replace(_row(step, decisions, np.concatenate(loads), us), late=late)
-        self._learn_layer_ms(row)
         return row if self._job.policy else self._compared(row, heat_TLE[step - begin :])
 
-    def _advance_pace(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
+    def _is_due(self, step: int, *, starts_interval: bool) -> bool:
+        """Return True if a decision is due before ``step``, or a check of the plan in progress.
+
+        Policies without a schedule decide at the start of each interval of the setup.
+        """
+        if not self._job.policy or self._computed is not None:
+            return False
+        if not self._job.on_change:
+            return starts_interval and not self._pending
+        if self._pending:
+            return self._session.check_is_due(self._switched)
+        return self._session.is_due(step, self._job.setup.interval)
+
+    @property
+    def _plan_in_progress(self) -> bool:
+        """True if layers are going to switch: their weights are in transit, or their plan is on its way."""
+        return bool(self._pending or (self._computed is not None and self._computed.plan.layers))
+
+    def _advance_session(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
         """Test the steps of a chunk for a change of heat, and return the number of steps to serve before a decision."""
-        if self._pace is None:
+        if not self._job.on_change:
             return len(chunk_TLE)
         if self._pending:
             # While weights are in transit, test for a change of heat under the layout that the plan leads to.
             planned = self._pending[-1][1]
             loads_TLR = served_loads(self._trace, chunk_TLE, first, planned, self._split)
-        self._pace, served = self._pace.after_steps(step_par(loads_TLR))
+        self._session, served = self._session.after_steps(step_par(loads_TLR))
         return served
 
     def _apply_arrived(self, step: int) -> None:
-        """Switch the layers whose weights have arrived before ``step``."""
+        """Use the result of a decision that is ready before ``step``, and switch the layers that have arrived."""
+        if self._computed is not None and self._computed.ready_at <= step:
+            computed = self._computed
+            self._computed = None
+            self._start_plan(computed)
         while self._pending and self._pending[0][0] <= step:
             before = self._serving
             _, self._serving = self._pending.pop(0)
+            self._switched += 1
             self._hold(self._serving, switched(before, self._serving))
             if not self._pending:
-                self._replaced = self._plan_base, step
+                self._session = self._session.after_plan(done=True)
                 self._plan_ended_at = step
 
     def _hold(self, layout: Layout, layers_L: npt.NDArray[np.bool_]) -> None:
@@ -225,86 +269,110 @@ class _Run:
         held_LRS[:, :, : foreign_LRS.shape[2]] = foreign_LRS
         return held_LRS
 
-    @property
-    def _may_replace(self) -> bool:
-        """True if heat may have changed since the decision whose weights are in transit."""
-        if self._pace is None or self._pace.alarm is None:
-            return False
-        return self._pace.settling or self._pace.alarm is not self._plan_alarm
-
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
         """Decide on the newest remembered steps, the last of which is just before ``step``.
 
         Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are in
         transit.
         """
-        pace = self._pace
-        if pace is None:
-            return self._decide_on(self._window(heat_TLE, len(heat_TLE), step), step, None)
-        began = time.process_time()
-        paid = self._paid(heat_TLE, step)
-        alarm = pace.alarm
-        pace = pace.weighed(heat_TLE)
-        is_handled = not pace.settling or pace.alarm is self._plan_alarm
-        if pace.too_recent or (self._pending and is_handled):
-            self._pace = pace.postponed() if pace.due else pace
+        window = self._window(heat_TLE, step)
+        if self._external is not None:
+            return self._decide_externally(window, step)
+        if self._pending and not self._calls_off(window, step):
             return None
-        if self._pending:
-            self._pending.clear()
-            self._plan_ended_at = step
-        self._plan_alarm = pace.alarm
-        dismissed = pace.alarm is not alarm and not pace.settling
-        window = self._window(heat_TLE, pace.window_steps(heat_TLE), step)
-        self._replaced = None
-        if not pace.follows(paid):
-            self._recommendations = ()
-        decision = self._decide_on(window, step, pace.serving_steps)
-        held = self._update_forecasts(window, heat_TLE, step, pace.serving_steps)
-        decision = replace(decision, forecasts=int(held is not None), forecasts_held=int(held or False))
-        spent_ms = 1e3 * (time.process_time() - began)
-        changed = decision.layers_changed > 0
-        pace = pace.after_decision(changed, paid).charged(spent_ms / self._job.cpu_ms)
-        if self._promise is not None:
-            kept = pace.keeping(self._promise, dismissed=dismissed)
-            pace = pace.serving(self._promise) if changed else kept
-            self._promise = None
-        self._pace = pace
-        return decision
+        self._session = self._session.begin_decision(step)
+        inputs = self._inputs(window)
+        began = time.perf_counter()
+        cpu_began = time.process_time()
+        made, outlook = decide(inputs)
+        seconds = time.perf_counter() - began
+        cost = self._steps_paying(cpu_began)
+        self._computed = _Computed(step, step + self._costs.solve_steps, inputs, made, outlook, cost)
+        if outlook.too_recent:
+            return None
+        changed = self._serving.changed_by(made)
+        held = outlook.forecasts.held
+        par_seen = made.par_seen
+        par_planned = made.par_planned
+        if self._has_step_sources:
+            # The planner knows only the window's mean source heat, so its PAR differs from the PAR of the individual
+            # steps.
+            used = inputs.decision_window
+            par_seen = _mean_of_layers(self._par_of_steps(self._serving, used, step))
+            made = replace(made, par_TL=self._par_of_steps(changed, used, step))
+            par_planned = _mean_of_layers(promise_for(made)[1])
+        return replace(
+            self._decision_row(changed, seconds, par_seen, par_planned),
+            forecasts=int(held is not None),
+            forecasts_held=int(held or False),
+        )
 
-    def _decide_on(self, window: Window, step: int, serving_steps: float | None) -> ReplayedDecision:
-        """Decide on a window that ends before ``step``, using the planner or an external policy, and start the plan.
-
-        ``serving_steps`` is the number of steps that the result is expected to serve; ``None`` to use the window's
-        length.
-        """
+    def _decide_externally(self, window: Window, step: int) -> ReplayedDecision:
+        """Decide on a window that ends before ``step`` with an external policy, and start the plan."""
         before = self._serving
         began = time.perf_counter()
-        if self._external is None:
-            made = self._run_planner(window, serving_steps)
-            seconds = time.perf_counter() - began
-            changed = before.changed_by(made)
-            par_seen = made.par_seen
-            par_planned = made.par_planned
-            if self._has_step_sources:
-                # The planner knows only the window's mean source heat, so its PAR differs from the PAR of the
-                # individual steps.
-                par_seen = _mean_of_layers(self._par_of_steps(before, window, step))
-                made = replace(made, par_TL=self._par_of_steps(changed, window, step))
-                par_planned = _mean_of_layers(promise_for(made)[1])
-            if self._pace is not None:
-                self._promise, self._expected_TL = promise_for(made)
-        else:
-            changed = self._run_external(window)
-            seconds = time.perf_counter() - began
-            par_seen = self._par_of_window(window, before)
-            par_planned = self._par_of_window(window, changed)
+        changed = self._run_external(window)
+        seconds = time.perf_counter() - began
+        par_seen = self._par_of_window(window, before)
+        row = self._decision_row(changed, seconds, par_seen, self._par_of_window(window, changed))
+        self._transfer(changed, step, ())
+        return row
+
+    def _calls_off(self, window: Window, step: int) -> bool:
+        """Check the plan in progress. If it is stale, drop the layers that have not switched, and return True.
+
+        Return False too if no decision can be made yet, because the CPU budget does not allow it.
+        """
+        self._session = self._session.begin_check()
+        outlook = check(self._inputs(window))
+        self._session, is_stale = self._session.after_check(outlook)
+        if not is_stale:
+            return False
+        self._pending.clear()
+        self._plan_ended_at = step
+        self._session = self._session.after_plan(done=False, called_off_unswitched=not self._switched)
+        return self._session.is_due(step, self._job.setup.interval)
+
+    def _start_plan(self, computed: _Computed) -> None:
+        """Record a decision in the session, and start to transfer the layers of its plan."""
+        made = computed.plan
+        changed = self._serving.changed_by(made)
+        self._session = self._session.after_decision(
+            computed.outlook, computed.cost, changed=bool(made.layers)
+        )
+        if self._session.time_price_is_due and not computed.outlook.too_recent:
+            cpu_began = time.process_time()
+            price = price_time(computed.inputs)
+            if price is not None:
+                self._session = self._session.with_time_price(price, self._steps_paying(cpu_began))
+        layers = [change.layer for change in made.layers]
+        if not self._transfer(changed, computed.step, layers) and layers:
+            self._session = self._session.after_plan(done=True)
+
+    def _steps_paying(self, cpu_began: float) -> float:
+        """Return the number of steps over which the CPU budget pays for the CPU time since ``cpu_began``."""
+        return 1e3 * (time.process_time() - cpu_began) / self._job.cpu_ms
+
+    def _inputs(self, window: Window) -> DecisionInputs:
+        """Return the inputs of a decision on a window of all remembered steps."""
+        return DecisionInputs(
+            window,
+            self._serving,
+            self._initial,
+            self._topology,
+            self._job.settings,
+            self._session,
+            self._costs.moving,
+            search=self._job.search,
+        )
+
+    def _decision_row(
+        self, changed: Layout, seconds: float, par_seen: float, par_planned: float
+    ) -> ReplayedDecision:
+        """Return the row of one decision, which changes the current layout to ``changed``."""
+        before = self._serving
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
-        switch_L = switched(before, changed)
-        self._hold(changed, ~switch_L)
-        differ_L = switch_L | tables_differ(before.log2phy_RLE, changed.log2phy_RLE)
-        if differ_L.any():
-            self._plan_base = before
-            self._pending = self._arriving(step, changed, moves_LR, np.flatnonzero(differ_L))
+        differ_L = switched(before, changed) | tables_differ(before.log2phy_RLE, changed.log2phy_RLE)
         return ReplayedDecision(
             layers_changed=int(differ_L.sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),
@@ -315,8 +383,25 @@ class _Run:
             seconds=seconds,
         )
 
+    def _transfer(self, changed: Layout, step: int, layers_by_gain: Sequence[int]) -> bool:
+        """Start the plan of a decision made before ``step``, which changes the current layout to ``changed``.
+
+        Return False if no layer has to switch. ``layers_by_gain`` are the layers in the order in which they switch.
+        """
+        before = self._serving
+        moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
+        switch_L = switched(before, changed)
+        self._hold(changed, ~switch_L)
+        differ_L = switch_L | tables_differ(before.log2phy_RLE, changed.log2phy_RLE)
+        if differ_L.any():
+            layers = np.flatnonzero(differ_L).tolist()
+            order = [layer for layer in layers_by_gain if layer in layers] or layers
+            self._switched = 0
+            self._pending = self._arriving(step, changed, moves_LR, order)
+        return bool(self._pending)
+
     def _arriving(
-        self, step: int, changed: Layout, moves_LR: npt.NDArray[np.int64], layers: npt.NDArray[np.int64]
+        self, step: int, changed: Layout, moves_LR: npt.NDArray[np.int64], order: Sequence[int]
     ) -> list[tuple[int, Layout]]:
         """Return the steps at which a plan's layers take effect, each with the layout from then on.
 
@@ -332,11 +417,10 @@ class _Run:
             Layout after the plan.
         moves_LR
             int64 ``[L, R]``, number of experts that each rank receives.
-        layers
-            Indices of the layers that change.
+        order
+            Layers that change, in the order in which they switch.
         """
         serving = self._serving
-        order = [layer for layer in self._layers_by_gain if layer in layers] or layers.tolist()
         each_L = self._costs.layers_each(len(order), len(moves_LR))
         sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
         steps_L = step + self._costs.arrival_steps(
@@ -356,23 +440,6 @@ class _Run:
         layout_at_step[int(steps_L[-1])] = changed
         return sorted(layout_at_step.items(), key=lambda item: item[0])
 
-    def _run_planner(self, window: Window, serving_steps: float | None) -> Plan:
-        made = plan(
-            window,
-            self._serving.placement,
-            self._serving.log2phy_RLE,
-            self._topology,
-            self._job.settings,
-            serving_steps,
-            self._moving,
-            self._job.search,
-            self._recommendations,
-        )
-        if self._pace is not None:
-            self._recommendations = made.recommendations
-        self._layers_by_gain = [layer_plan.layer for layer_plan in made.layers]
-        return made
-
     def _run_external(self, window: Window) -> Layout:
         """Return the layout of an external policy, with default tables if it returns none."""
         assert self._external is not None
@@ -388,12 +455,11 @@ class _Run:
         """Return a placement with its default tables."""
         return Layout(placement, first_tables(placement, self._split, self._job.settings.deal_width))
 
-    def _window(self, heat_TLE: Counts, steps: int, end: int) -> Window:
-        """Return the last ``steps`` steps of heat that ends before step ``end``, with source heat if recorded."""
-        newest_TLE = heat_TLE[len(heat_TLE) - steps :]
+    def _window(self, heat_TLE: Counts, end: int) -> Window:
+        """Return a window of heat that ends before step ``end``, with source heat if recorded."""
         if self._trace.facts.ranks != self._topology.ranks:
-            return Window(newest_TLE)
-        return Window(newest_TLE, self._trace.source(end - steps, end))
+            return Window(heat_TLE)
+        return Window(heat_TLE, self._trace.source(end - len(heat_TLE), end))
 
     def _par_of_window(self, window: Window, layout: Layout) -> float:
         """Return the mean PAR of a window's steps under a layout."""
@@ -401,30 +467,6 @@ class _Run:
             window.heat_TLE, layout.placement, layout.log2phy_RLE, window.source_RLE, self._split
         )
         return float(mean_par(par(loads_TLR)))
-
-    def _paid(self, heat_TLE: Counts, step: int) -> bool | None:
-        """Return True if the last change has paid off since it took effect, judged on the remembered steps.
-
-        Return ``None`` if there was no change, or if too few steps have followed it.
-        """
-        if self._replaced is None:
-            return None
-        before, since = self._replaced
-        return self._gain_over(before, heat_TLE, min(step - since, len(heat_TLE)), step).paid
-
-    def _update_forecasts(
-        self, window: Window, heat_TLE: Counts, step: int, serving_steps: float
-    ) -> bool | None:
-        """Compare the last forecast with the observed gain over the initial layout, then make the next forecast.
-
-        Return True if the observed gain was within the forecast's interval, and ``None`` if there was nothing to
-        compare.
-        """
-        since = min(self._forecasts.since(step), len(heat_TLE))
-        observed = self._gain_over(self._initial, heat_TLE, since, step) if since else None
-        initial_TL = self._par_of_steps(self._initial, window, step)
-        self._forecasts = self._forecasts.next(initial_TL, self._expected_TL, serving_steps, step, observed)
-        return self._forecasts.held
 
     @property
     def _has_step_sources(self) -> bool:
@@ -438,13 +480,6 @@ class _Run:
         loads_TLR = served_loads(self._trace, window.heat_TLE, end - window.steps, layout, self._split)
         return step_par(loads_TLR)
 
-    def _gain_over(self, before: Layout, heat_TLE: Counts, steps: int, end: int) -> Gain:
-        """Return the gain of the current layout over ``before`` on the last ``steps`` steps before ``end``."""
-        window = self._window(heat_TLE, steps, end)
-        return gain_of(
-            self._par_of_steps(before, window, end), self._par_of_steps(self._serving, window, end)
-        )
-
     def _slowest_us(self, heat_TLE: Counts, first: int) -> list[Float64]:
         """Return a list with the microseconds of the slowest ranks, ``[t, L]``; empty without a cost curve."""
         curve = self._costs.curve
@@ -454,16 +489,10 @@ class _Run:
         split_cost = self._costs.split
         return [us_TL if split_cost is None else us_TL + split_cost.us]
 
-    def _learn_layer_ms(self, row: ReplayedDecision) -> None:
-        """Base the next move price on the expert time of the served steps, if a cost curve provides it."""
-        if row.us_realised_L is not None and not np.isnan(row.us_realised_L).all():
-            layer_ms = float(mean_par(row.us_realised_L)) / 1e3
-            self._moving = replace(self._moving, layer_ms=layer_ms, layer_source="by the cost curve")
-
     def _compared(self, row: ReplayedDecision, heat_TLE: Counts) -> ReplayedDecision:
         """Return the baseline's row with the noise floor and, if requested, the PAR of a hindsight placement."""
         serving = self._serving
-        window = self._window(heat_TLE, len(heat_TLE), row.step + len(heat_TLE))
+        window = self._window(heat_TLE, row.step + len(heat_TLE))
         served = split_steps(heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, self._split)
         row = replace(row, floor_L=sampling_floor(served))
         if not self._job.hindsight:

@@ -42,7 +42,7 @@ async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts,
         assert fact["same_addresses"]
     # Measured transfers and commits set the move price. They send a few hundred bytes over loopback on a busy machine.
     costs = deployment.switch_log.costs()
-    price = deployment.decisions.move_price
+    price = deployment.session.move_price
     assert 1e-6 < costs.expert_seconds < 10
     assert 0 < costs.commit_seconds < 1
     assert price.kind in ("partly measured", "measured")

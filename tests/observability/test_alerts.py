@@ -15,9 +15,9 @@ import grpc
 import pytest
 import yaml
 
+from eplb_core.planner.decision import DecisionInputs
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.deciding import decider
-from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store import Store
@@ -101,7 +101,7 @@ async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
     decide = decider.decide
 
     def fail(inputs: DecisionInputs) -> Any:
-        if inputs.live.placement.layers == _FAILING_LAYERS:
+        if inputs.layout.placement.layers == _FAILING_LAYERS:
             raise RuntimeError("the fault of this test")
         return decide(inputs)
 

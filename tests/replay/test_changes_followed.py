@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eplb_core.heat.window import Counts, checked_heat
 from eplb_core.planner.pace import Pace
+from eplb_core.planner.session import DecisionSession
 from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.replay import loop
@@ -49,7 +50,7 @@ def replayed(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_CHUNK_STEPS", at_a_time)
         run = loop._Run(job, ArrayTrace(heat_TLE), scene_for(RANKS, costs))
-        run._pace = Pace(first, 512, 512, seen=first)
+        run._session = DecisionSession(Pace(first, 512, 512, seen=first))
         decide = run._decide
 
         def counting_decide(known_TLE: Counts, step: int) -> loop.ReplayedDecision | None:
@@ -117,13 +118,13 @@ def test_a_pending_plan_is_kept_while_the_heat_stays_the_same() -> None:
 
 
 def test_a_replacement_plan_starts_from_the_experts_on_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    decide = loop._Run._decide_on
+    transfer = loop._Run._transfer
 
     def checking(run: loop._Run, *arguments: Any) -> Any:
         np.testing.assert_array_equal(run._held_LRS, run._serving.placement.phy2log_LRS)
-        return decide(run, *arguments)
+        return transfer(run, *arguments)
 
-    monkeypatch.setattr(loop._Run, "_decide_on", checking)
+    monkeypatch.setattr(loop._Run, "_transfer", checking)
     heat_TLE = workloads(FIRST + 60, 5, 70, seed=5)
     _, decided = replayed(heat_TLE, at_a_time=16, costs=Costs(step_ms=50, solve_ms=0))
     assert any(later - earlier < 14 for earlier, later in pairwise(decided)), "no plan was replaced"

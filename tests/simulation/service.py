@@ -20,7 +20,7 @@ from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import agents, service, store, store_file
 from eplb_service.control.server.access import gate
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.deciding import computing, decider
+from eplb_service.control.server.deciding import decider, snapshot
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.outgoing import streams
 from eplb_service.control.server.plane import control_plane, deployments
@@ -33,7 +33,7 @@ from tests.simulation.stream import NAME, Call
 DEPLOYMENT = "simulated"
 _EPOCH = 1_800_000_000.0
 """Start time of a run, in seconds since 1970."""
-_MODULES = (agents, service, store, computing, decider, streams, control_plane, deployments, logs)
+_MODULES = (agents, service, store, decider, snapshot, streams, control_plane, deployments, logs)
 
 
 class Disk:

@@ -17,11 +17,11 @@ from eplb_core.placement import Float64
 from eplb_core.planner.counterfactual import TimePrice
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import LayerPlan, Layout, Outlook
+from eplb_core.planner.session import DecisionSession
 from eplb_core.planner.switch_log import SwitchLog
 from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_core.wire.heat import HeatReport
-from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError, RefusedError
 from eplb_service.control.core.flow import LATE_SECONDS, LateRanks, Limits, Shedding, Stall
@@ -151,7 +151,7 @@ class Deployment:
         Connected ranks whose heat is late.
     service_problems
         Problems of the service that concern all deployments.
-    decisions
+    session
         State of the decisions for the current group.
     first_layout
         Group id and initial layout of the current group or an earlier one; ``None`` before the first group. It is
@@ -181,7 +181,7 @@ class Deployment:
     shedding: Shedding = field(default_factory=Shedding)
     late: LateRanks = field(default_factory=LateRanks)
     service_problems: tuple[str, ...] = ()
-    decisions: Decisions = field(default_factory=Decisions)
+    session: DecisionSession = field(default_factory=DecisionSession)
     first_layout: tuple[str, Layout] | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
     events: list[Event] = field(default_factory=list)
@@ -282,7 +282,7 @@ class Deployment:
     def may_begin(self) -> bool:
         """True if a first plan can be made from a prior: no layer has switched and no decision has begun."""
         is_initial = self.live is not None and self.live.epoch == 0
-        return is_initial and not self.decisions.begun and self.obstacle(needs_heat=False) is None
+        return is_initial and not self.session.has_begun and self.obstacle(needs_heat=False) is None
 
     def is_due(self, interval: int) -> bool:
         """Return True if a decision is due and can be made.
@@ -296,10 +296,10 @@ class Deployment:
             Number of steps between two decisions if they are made at fixed intervals; also the maximum number of steps
             to wait for a late rank.
         """
-        due = self.decisions.is_due(self.assembled, interval)
+        due = self.session.is_due(self.assembled, interval)
         late_ranks, _ = self.late.for_seconds(LATE_SECONDS)
         if not due and late_ranks:
-            complete_steps = self.assembled - self.decisions.decided_at
+            complete_steps = self.assembled - self.session.decided_at
             enough_complete = interval <= _STEPS_PER_COMPLETE_STEP * complete_steps
             due = self.without_decision.steps >= interval and enough_complete
         return due and self.obstacle() is None
@@ -388,7 +388,7 @@ class Deployment:
         self.group = None
         self.heat = None
         self.ended_plan = None
-        self.decisions = self.decisions.resting()
+        self.session = self.session.without_expectations()
 
     # Reports from the ranks
 
@@ -464,10 +464,12 @@ class Deployment:
         for _ in range(self.heat.waiting if max_steps is None else max_steps):
             assembled_before = self.heat.assembled
             self.heat.put_together(1)
-            if self.decisions.pace is not None and self.live is not None:
+            if self.session.pace is not None and self.live is not None:
                 par_TL = self._tested_par(self.heat, self.live, assembled_before)
-                self.decisions = self.decisions.after_steps(par_TL)
-            pace = self.decisions.pace
+                while len(par_TL):
+                    self.session, processed = self.session.after_steps(par_TL)
+                    par_TL = par_TL[processed:]
+            pace = self.session.pace
             decides = pace is not None and pace.due and self.obstacle() is None
             if not self.heat.waiting or decides or self.may_call_off:
                 break
@@ -479,7 +481,7 @@ class Deployment:
         While a plan is in progress, PAR is predicted for the placement that the plan leads to, because the measured PAR
         also changes with each layer that switches.
         """
-        planned = self.decisions.planned
+        planned = self.session.planned_split
         if self.plan is None or planned is None:
             return heat.newest_par(since, live.layer_epochs)
         return planned.par_of_steps(heat.newest_heat(since), since)
@@ -488,23 +490,16 @@ class Deployment:
 
     @property
     def may_call_off(self) -> bool:
-        """True if the service should check whether the plan in progress is stale.
-
-        A plan is not called off if the previous plan was called off and neither of them has switched a layer.
-        Otherwise, frequent changes of heat might prevent every switch.
-        """
+        """True if the service should check whether the plan in progress is stale."""
         if self.plan is None or self.plan.called_off or self.paused:
             return False
-        previous = self.ended_plan
-        if previous is not None and previous.was_called_off and previous.committed + self.plan.committed == 0:
-            return False
-        return self.decisions.may_be_outdated
+        return self.session.check_is_due(self.plan.committed)
 
-    def weighing(self) -> None:
+    def begin_check(self) -> None:
         """Begin to check the plan in progress against the current heat."""
-        self.decisions = self.decisions.weighing()
+        self.session = self.session.begin_check()
 
-    def weighed(self, outlook: Outlook, plan_id: int, now: float) -> bool:
+    def record_check(self, outlook: Outlook, plan_id: int, now: float) -> bool:
         """Record the result of the check. Call the plan off and return True if it is stale and still in progress.
 
         Parameters
@@ -516,8 +511,8 @@ class Deployment:
         now
             Current time, in seconds.
         """
-        self.decisions, outdated = self.decisions.weighed(outlook)
-        if not outdated or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
+        self.session, is_stale = self.session.after_check(outlook)
+        if not is_stale or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
             return False
         self.call_off("heat changed while it was under way", now)
         return True
@@ -527,26 +522,36 @@ class Deployment:
         assert self.plan is not None
         self.plan = self.plan.calling_off(reason, now)
 
-    def beginning(self, problem: str = "") -> None:
+    def begin_first_plan(self, problem: str = "") -> None:
         """Begin the first plan from a prior, or record the ``problem`` that prevents it.
 
         In either case, later decisions use the group's own heat.
         """
-        self.decisions = replace(self.decisions, begun=True)
+        self.session = replace(self.session, has_begun=True)
         if problem:
             self._record_problem(problem)
 
-    def deciding(self) -> None:
+    def begin_decision(self) -> None:
         """Begin a decision on the current window."""
         self.plan_problems.clear()
-        self.decisions = self.decisions.deciding(self.assembled)
+        self.session = self.session.begin_decision(self.assembled)
         if self.heat is not None:
             self.switch_log.looked_at(self.heat.served_steps())
 
-    def decided(self, outlook: Outlook, *, changed: bool) -> None:
-        """Record a decision; ``changed`` is True if its plan is about to be offered."""
+    def record_decision(self, outlook: Outlook, cost: float, *, changed: bool) -> None:
+        """Record a decision.
+
+        Parameters
+        ----------
+        outlook
+            Promise, forecasts and other results of the decision.
+        cost
+            Number of steps over which the CPU budget pays for the decision.
+        changed
+            True if its plan is about to be offered.
+        """
         if self.live is not None:
-            self.decisions = self.decisions.decided(outlook, self.live, changed=changed)
+            self.session = self.session.after_decision(outlook, cost, changed=changed)
 
     def record_last_decision(self, message: str) -> None:
         """Record the result of the last decision in one line, for operators."""
@@ -554,15 +559,15 @@ class Deployment:
 
     def record_move_price(self, price: MovePrice) -> None:
         """Record the move price of the last decision."""
-        self.decisions = replace(self.decisions, move_price=price)
+        self.session = replace(self.session, move_price=price)
 
     def record_time_price(self, price: TimePrice, cost: float) -> None:
         """Record the time price; ``cost`` is the number of steps over which the CPU budget pays for the estimate."""
-        self.decisions = self.decisions.appraised(price, cost)
+        self.session = self.session.with_time_price(price, cost)
 
     def record_worth(self, worth: Worth | None) -> None:
         """Record the gain from balancing over the newest steps; ``None`` if it is unknown."""
-        self.decisions = replace(self.decisions, worth=worth)
+        self.session = replace(self.session, worth=worth)
 
     def offer(self, plan: PlanTracker, now: float) -> None:
         """Track a plan that is about to be sent to all ranks."""
@@ -600,7 +605,7 @@ class Deployment:
         self.without_decision = Stall()
         self.shedding = Shedding()
         self.late = LateRanks()
-        self.decisions = Decisions()
+        self.session = DecisionSession()
         self.switch_log = SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
@@ -608,7 +613,7 @@ class Deployment:
         members = self.connected
         step = self._furthest_step
         completed = self.heat.pending.completed if self.heat is not None and members else None
-        decided_at = self.decisions.decided_at if self.live is not None else None
+        decided_at = self.session.decided_at if self.live is not None else None
         self.without_heat = self.without_heat.after(now, step, completed)
         self.without_decision = self.without_decision.after(now, step, decided_at)
         self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in members})
@@ -640,7 +645,7 @@ class Deployment:
             )
             if limits.interval is not None and not limits.by_clock:
                 pace = Pace(limits.interval, limits.window_steps, limits.interval)
-                self.decisions = replace(self.decisions, pace=pace)
+                self.session = replace(self.session, pace=pace)
         for layer, (epoch, table_RE) in enumerate(zip(live.layer_epochs, live.tables_L, strict=True)):
             self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer], table_RE)
 
@@ -678,6 +683,8 @@ class Deployment:
             self.plan = after
         elif self.ended_plan is before:
             self.ended_plan = after
+            if after.committed:
+                self.session = replace(self.session, was_called_off_unswitched=False)
         for index in range(before.committed, after.committed):
             epoch, _ = after.versions[index]
             if self.group is not None and self.live is not None and self.live.epoch + 1 == epoch:
@@ -723,7 +730,9 @@ class Deployment:
         self.ended_plan = plan
         self.plan = None
         done = plan.outcome is Outcome.DONE
-        self.decisions = self.decisions.plan_ended(done)
+        self.session = self.session.after_plan(
+            done=done, called_off_unswitched=plan.was_called_off and not plan.committed
+        )
         self.events.append(plan)
         if not (done or plan.was_called_off):
             self._record_problem(plan.summary)

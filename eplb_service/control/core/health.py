@@ -224,7 +224,7 @@ def _flow_problems(deployment: Deployment) -> list[str]:
         )
     late_ranks, seconds = deployment.late.for_seconds(LATE_SECONDS)
     if late_ranks:
-        delayed = "decisions" if deployment.decisions.decided_at else "the first decision"
+        delayed = "decisions" if deployment.session.decided_at else "the first decision"
         lines.append(
             f"heat of {rank_list(late_ranks)} has been late for {seconds:.0f} s, by up to {deployment.late.steps} "
             f"steps, which delays {delayed}; check each such rank's process, host and link to the service"

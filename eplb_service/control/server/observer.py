@@ -144,7 +144,7 @@ class Observer:
         par = 0.0 if observed.charted else mean_measured_par(measured_par(deployment))
         if not par:
             return
-        worth = deployment.decisions.worth
+        worth = deployment.session.worth
         point = BalancePoint(
             self._wall_clock(),
             par,
@@ -193,7 +193,7 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         values["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
         values["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
         values |= _balance(deployment) | _worth(deployment)
-        values |= _last_decision(observer.of(deployment.name), deployment.decisions.forecasts.gain)
+        values |= _last_decision(observer.of(deployment.name), deployment.session.forecasts.gain)
     shown = []
     for name, value in values.items():
         # A gauge with a second label is a dictionary from that label's values to numbers.
@@ -241,8 +241,8 @@ def _worth(deployment: Deployment) -> dict[str, Any]:
 
     Times are included only if they were measured across switches.
     """
-    worth = deployment.decisions.worth
-    price = shown_price(deployment.decisions.move_price)
+    worth = deployment.session.worth
+    price = shown_price(deployment.session.move_price)
     values: dict[str, Any] = {}
     if worth is not None:
         values = {

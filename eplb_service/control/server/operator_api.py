@@ -143,8 +143,8 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         deployment = self._plane.deployments[name]
         remembered = self._plane.remembered.get(name, StoredDeployment(name))
         is_connected = bool(deployment.connected)
-        worth = deployment.decisions.worth if is_connected else None
-        price = shown_price(deployment.decisions.move_price) if is_connected else None
+        worth = deployment.session.worth if is_connected else None
+        price = shown_price(deployment.session.move_price) if is_connected else None
         layout = deployment.live or remembered
         shape = deployment.group.shape if deployment.group else remembered
         par_L = measured_par(deployment)
@@ -197,7 +197,7 @@ def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
     """Return the last decision's forecast of the gain until the next decision; ``None`` without a forecast."""
-    gain = deployment.decisions.forecasts.gain
+    gain = deployment.session.forecasts.gain
     if gain is None:
         return None
     return operator_pb2.Forecast(gain=gain.mean, gain_low=gain.low, gain_high=gain.high)

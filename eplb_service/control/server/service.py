@@ -27,7 +27,7 @@ from eplb_service import __version__
 from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.agents import AgentService, agent_handlers
-from eplb_service.control.server.deciding.computing import PriorError, Priors
+from eplb_service.control.server.deciding.priors import PriorError, Priors
 from eplb_service.control.server.lease.errors import LeaseLostError
 from eplb_service.control.server.lease.leadership import LEASE_SECONDS, Leadership, named_lease
 from eplb_service.control.server.listening import (

@@ -30,8 +30,8 @@ def new_deployment() -> Deployment:
     live = live_of(first_placement())
     for rank in range(RANKS):
         deployment.hello(decode_hello(hello_of(live, rank)))
-    assert deployment.decisions.pace is not None
-    deployment.decisions = replace(deployment.decisions, pace=replace(deployment.decisions.pace, longest=512))
+    assert deployment.session.pace is not None
+    deployment.session = replace(deployment.session, pace=replace(deployment.session.pace, longest=512))
     return deployment
 
 
@@ -45,12 +45,12 @@ def report(deployment: Deployment, first: int, steps: int) -> None:
 
 
 def decide(deployment: Deployment) -> None:
-    deployment.deciding()
+    deployment.begin_decision()
     assert deployment.heat is not None
     channels = LAYERS + 1
     par = float(deployment.heat.newest_par(deployment.assembled - 1, (0,) * LAYERS).mean())
     promise = Promise(np.full(channels, par), np.full(channels, 1e-4), np.ones(channels), 16)
-    deployment.decided(Outlook(promise), changed=False)
+    deployment.record_decision(Outlook(promise), 0.0, changed=False)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16, 64])
@@ -62,9 +62,9 @@ def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> No
         has_steps = True
         while has_steps:
             has_steps = deployment.put_together(4)
-            assert deployment.decisions.pace is not None
-            if deployment.decisions.pace.due:
-                decisions.append((deployment.assembled, deployment.decisions.settling))
+            assert deployment.session.pace is not None
+            if deployment.session.pace.due:
+                decisions.append((deployment.assembled, deployment.session.settling))
                 decide(deployment)
     assert decisions[:3] == [(16, False), (40, False), (88, False)]
     # Decisions follow when the change is 4, 8 and 16 steps old.
@@ -80,8 +80,8 @@ def plan(deployment: Deployment, plan_id: int = 1) -> PlanTracker:
     split = deployment.live.serving.changed_by(decision).split_of(window, "tables")
     par = float(split.par_of_steps(window.heat_TLE, 0).mean())
     promise = Promise(np.full(LAYERS + 1, par), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), 16)
-    deployment.deciding()
-    deployment.decided(Outlook(promise, planned=split), changed=True)
+    deployment.begin_decision()
+    deployment.record_decision(Outlook(promise, planned=split), 0.0, changed=True)
     deployment.offer(PlanTracker.of(plan_id, deployment.live, decision), 0.0)
     assert deployment.plan is not None
     return deployment.plan
@@ -104,9 +104,9 @@ def test_a_change_during_a_plan_calls_the_plan_off() -> None:
     deployment.put_together()
     current_plan = plan(deployment)
     assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
-    deployment.weighing()
+    deployment.begin_check()
     assert not deployment.may_call_off, "only one check runs at a time"
-    assert deployment.weighed(OUTLOOK, current_plan.plan_id, 0.0)
+    assert deployment.record_check(OUTLOOK, current_plan.plan_id, 0.0)
     assert deployment.obstacle() == "plan 1 is being called off"
     assert not deployment.may_call_off
 
@@ -120,8 +120,8 @@ def test_a_pause_or_a_burst_does_not_call_the_plan_off() -> None:
     deployment.set_paused(True)
     assert not deployment.may_call_off
     deployment.set_paused(False)
-    deployment.weighing()
-    assert not deployment.weighed(replace(OUTLOOK, burst=True), current_plan.plan_id, 0.0)
+    deployment.begin_check()
+    assert not deployment.record_check(replace(OUTLOOK, burst=True), current_plan.plan_id, 0.0)
     assert deployment.plan is current_plan
 
 
@@ -131,17 +131,17 @@ def test_the_second_plan_in_a_row_cannot_be_called_off_before_its_first_commit()
     deployment.put_together()
     first = plan(deployment)
     assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
-    deployment.weighing()
-    assert deployment.weighed(OUTLOOK, first.plan_id, 0.0)
+    deployment.begin_check()
+    assert deployment.record_check(OUTLOOK, first.plan_id, 0.0)
     for rank in range(RANKS):
         deployment.plan_status(rank, PlanStatus(1, PlanState.CALLED_OFF), 0.0)
     assert deployment.plan is None
-    assert deployment.decisions.pace is not None
-    assert deployment.decisions.pace.due
+    assert deployment.session.pace is not None
+    assert deployment.session.pace.due
     # Pretend that heat has changed again since the second decision.
     second = plan(deployment, plan_id=2)
-    deployment.decisions = replace(
-        deployment.decisions, pace=deployment.decisions.pace.hastened(), answered=None
+    deployment.session = replace(
+        deployment.session, pace=deployment.session.pace.hastened(), answered_alarm=None
     )
     assert not deployment.may_call_off
     deployment.plan = replace(second, committed=1)
@@ -156,8 +156,8 @@ def test_steps_that_wait_for_assembly_are_tested_for_a_change() -> None:
     # These reports are not assembled before the next ones arrive.
     for first in range(16, 144, 16):
         report(deployment, first, 16)
-    assert deployment.decisions.pace is not None
-    assert deployment.decisions.pace.alarm is not None
+    assert deployment.session.pace is not None
+    assert deployment.session.pace.alarm is not None
 
 
 def test_ranks_send_short_reports_right_after_a_change() -> None:
@@ -169,8 +169,8 @@ def test_ranks_send_short_reports_right_after_a_change() -> None:
         report(deployment, first, 4)
         while deployment.put_together(1):
             pass
-        assert deployment.decisions.pace is not None
-        if deployment.decisions.pace.due:
+        assert deployment.session.pace is not None
+        if deployment.session.pace.due:
             decide(deployment)
         lengths[first + 4] = feed.reporting(deployment).report_steps
     assert usual == 16

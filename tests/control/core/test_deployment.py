@@ -65,7 +65,7 @@ def test_a_decision_is_due_after_every_interval_except_during_a_pause_or_a_plan(
         story.reports_heat(first_step, steps)
         due.append(deployment.is_due(8))
         if due[-1]:
-            deployment.deciding()
+            deployment.begin_decision()
             assert not deployment.is_due(8)
     assert due == [False, True, True]
     story.reports_heat(16, 8)
@@ -147,7 +147,7 @@ def test_a_failed_plan_reports_its_reason_and_keeps_the_committed_layers(
     assert outcome_of(story) is outcome
     assert version(story) == (offer.versions[0] if committed else (0, story.live.digest))
     assert problems(story.deployment) == [f"plan 1 {outcome.value.replace('_', ' ')}: {why}"]
-    story.deployment.deciding()
+    story.deployment.begin_decision()
     assert problems(story.deployment) == []
 
 

@@ -253,7 +253,7 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
     story.deployment.set_paused(True)
     assert not reports_missing_decision(602.0, 2001)
     story.deployment.set_paused(False)
-    story.deployment.decisions = replace(story.deployment.decisions, decided_at=1)
+    story.deployment.session = replace(story.deployment.session, decided_at=1)
     assert not reports_missing_decision(603.0, 2002)
     assert story.deployment.without_decision.seconds == 0
 

@@ -30,7 +30,7 @@ def deployment(par: float, assembled: int, left_alone: float | None = None) -> A
         live=SimpleNamespace(layer_epochs=(0, 0)),
         connected=[0],
         assembled=assembled,
-        decisions=SimpleNamespace(worth=worth),
+        session=SimpleNamespace(worth=worth),
         totals=Totals(layers_switched=4),
     )
 

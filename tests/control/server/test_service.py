@@ -87,7 +87,7 @@ async def test_a_rank_whose_heat_stopped_does_not_block_a_decision(
         await group.carry_out(await group.hear_plan())
         await until(lambda: deployment.ended_plan is not None)
     tick(service.plane)
-    before = deployment.decisions.decided_at
+    before = deployment.session.decided_at
     await group.send_heat(skewed_heat(8))
     all_ranks = group.ranks
     group.ranks = all_ranks[:-1]
@@ -95,11 +95,11 @@ async def test_a_rank_whose_heat_stopped_does_not_block_a_decision(
         await group.send_heat(skewed_heat(8))
     await until(lambda: deployment.heat is not None and deployment.heat.pending.behind(0)[1] == 32)
     tick(service.plane)
-    assert deployment.decisions.decided_at == before
+    assert deployment.session.decided_at == before
     # Pretend that 60 s have passed.
     deployment.late = replace(deployment.late, since={RANKS - 1: time.monotonic() - 60})
     tick(service.plane)
-    await until(lambda: deployment.decisions.decided_at == before + 8)
+    await until(lambda: deployment.session.decided_at == before + 8)
     group.ranks = all_ranks
 
 

@@ -239,7 +239,7 @@ async def test_an_operator_command_that_is_not_stored_reports_it(path: str, orde
         deployment = plane.deployments["decode"]
         await until(lambda: deployment.live is not None)
         if order == "Rebalance":
-            deployment.decisions = replace(deployment.decisions, decided_at=1 << 40)
+            deployment.session = replace(deployment.session, decided_at=1 << 40)
             await group.fill_window()
         if order == "Forget":
             for rank in range(4):

@@ -82,15 +82,15 @@ async def switch_often(service: RunningService, group: TimedGroup, rounds: int =
     await follow_plans(service, group)
     assert deployment.heat is not None
     deployment.switch_log.looked_at(deployment.heat.served_steps())
-    deployment.decisions = replace(deployment.decisions, worth=None)
-    service.plane.decider._judge_at.clear()
+    deployment.session = replace(deployment.session, worth=None)
+    service.plane.decider._evaluate_at.clear()
 
     def is_judged() -> bool:
         tick(service.plane)
-        return deployment.decisions.worth is not None
+        return deployment.session.worth is not None
 
     await until(is_judged)
-    worth = deployment.decisions.worth
+    worth = deployment.session.worth
     assert worth is not None
     return worth
 
@@ -180,15 +180,15 @@ async def carry_out_one_plan(service: RunningService, group: FakeGroup) -> Worth
     await until(lambda: deployment.ended_plan is not None)
     await group.send_heat(skewed_heat(64, seed=1))
     await until(lambda: deployment.assembled == 96)
-    service.plane.decider._judge_at.clear()
+    service.plane.decider._evaluate_at.clear()
 
     def balanced() -> bool:
         tick(service.plane)
-        worth = deployment.decisions.worth
+        worth = deployment.session.worth
         return worth is not None and worth.par < worth.par_left_alone - 0.1
 
     await until(balanced)
-    worth = deployment.decisions.worth
+    worth = deployment.session.worth
     assert worth is not None
     return worth
 
@@ -242,13 +242,13 @@ async def test_figures_of_departed_ranks_are_not_shown_as_current(
     assert '"rank_loads": null' in shown or '"rank_loads":null' in shown
 
 
-async def test_a_failed_judgement_does_not_affect_the_plan(
+async def test_a_failed_evaluation_does_not_affect_the_plan(
     service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no figures today")
 
-    for name in ("judge", "appraise"):
+    for name in ("evaluate_gain", "price_time"):
         monkeypatch.setattr(f"eplb_service.control.server.deciding.decider.{name}", broken)
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
@@ -257,7 +257,7 @@ async def test_a_failed_judgement_does_not_affect_the_plan(
     tick(service.plane)
     decider = service.plane.decider
     await until(
-        lambda: all(task.done() for task in [*decider._judging.values(), *decider._appraising.values()])
+        lambda: all(task.done() for task in [*decider._evaluating.values(), *decider._appraising.values()])
     )
-    assert deployment.decisions.worth is None
+    assert deployment.session.worth is None
     assert deployment.last_decision.startswith("plan 1")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import structlog
 
 from eplb_core.planner.counterfactual import Served
+from eplb_core.planner.decision import check, decide, evaluate_gain, price_time
 from eplb_core.planner.plan import Outlook, Plan
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -27,14 +28,8 @@ from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Group
 from eplb_service.control.core.health import served_now
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.control.server.deciding.computing import (
-    DecisionInputs,
-    Prior,
-    appraise,
-    decide,
-    judge,
-    weigh,
-)
+from eplb_service.control.server.deciding.priors import Prior
+from eplb_service.control.server.deciding.snapshot import Snapshot
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store import StoreWriter
@@ -52,7 +47,7 @@ deployment."""
 _MAX_STUCK = 4
 """Maximum number of timed-out decisions that still occupy a thread. Once it is reached, no further decisions are
 made."""
-_JUDGE_REST = 20.0
+_EVALUATION_REST = 20.0
 """Interval between two evaluations of the gain, as a multiple of the time that one takes."""
 _NICENESS = 5
 """Niceness of planner threads. They get a third of an engine thread's CPU share, which is enough to release Python's
@@ -132,12 +127,12 @@ class Decider:
         self._turns = asyncio.Semaphore(_MAX_CONCURRENT)
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[_DecisionOutcome]] = {}
-        self._weighing: dict[str, asyncio.Task[None]] = {}
+        self._checking: dict[str, asyncio.Task[None]] = {}
         self._computing: set[Future[Any]] = set()
         self._stuck: dict[str, Future[Any]] = {}
         self._appraising: dict[str, asyncio.Task[None]] = {}
-        self._judging: dict[str, asyncio.Task[None]] = {}
-        self._judge_at: dict[str, float] = {}
+        self._evaluating: dict[str, asyncio.Task[None]] = {}
+        self._evaluate_at: dict[str, float] = {}
 
     @property
     def computing(self) -> bool:
@@ -176,16 +171,16 @@ class Decider:
         if obstacle is not None:
             raise ConflictError(f"no decision can be made for {name!r}: {obstacle}")
         if prior is None:
-            deployment.deciding()
+            deployment.begin_decision()
         else:
-            deployment.beginning()
+            deployment.begin_first_plan()
         self._running[name] = asyncio.create_task(self._decide(deployment, prior))
         return self._running[name]
 
     def drop(self, name: str) -> None:
         """Cancel all work for a deployment."""
-        self._judge_at.pop(name, None)
-        for tasks in (self._running, self._weighing, self._appraising, self._judging):
+        self._evaluate_at.pop(name, None)
+        for tasks in (self._running, self._checking, self._appraising, self._evaluating):
             if name in tasks:
                 tasks.pop(name).cancel()
 
@@ -193,9 +188,9 @@ class Decider:
         """Cancel all work. The results of running threads are discarded."""
         tasks: list[asyncio.Task[Any]] = [
             *self._running.values(),
-            *self._weighing.values(),
+            *self._checking.values(),
             *self._appraising.values(),
-            *self._judging.values(),
+            *self._evaluating.values(),
         ]
         for task in tasks:
             task.cancel()
@@ -231,40 +226,46 @@ class Decider:
         initial_group = deployment.group
         async with self._turns:
             group = deployment.group
-            inputs = DecisionInputs.of(deployment, self._settings, prior)
+            snapshot = Snapshot.of(deployment, self._settings, prior)
             if (
-                inputs is None
+                snapshot is None
                 or group is None
                 or initial_group is None
                 or group.forming != initial_group.forming
             ):
                 return _DecisionOutcome("dropped", "no decision was made: the ranks have disconnected")
             try:
-                solved, outlook, seconds = await self._compute_in_time(deployment.name, decide, inputs)
+                decision = await self._compute_in_time(deployment.name, snapshot.compute, decide)
             except asyncio.TimeoutError:
                 return _DecisionOutcome("failed", f"the decision timed out after {self._deadline:g} s")
+        solved, outlook = decision.result
         if outlook.too_recent:
-            deployment.decided(outlook, changed=False)
+            deployment.record_decision(outlook, decision.cost, changed=False)
             return _DecisionOutcome(
                 "kept", "heat has just changed; the next decision uses the steps since then"
             )
-        self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
-        self._observer.decided(deployment.name, solved, seconds)
+        self._metrics.observe("eplb_solve_seconds", decision.seconds, deployment.name)
+        self._observer.decided(deployment.name, solved, decision.seconds)
         if solved.price is not None:
             deployment.record_move_price(solved.price)
         if prior is not None:
-            outcome = await self._offer(deployment, group, solved, None)
+            outcome = await self._offer(deployment, group, solved)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
-        outcome = await self._offer(deployment, group, solved, outlook)
-        if deployment.decisions.to_appraise:
+        outcome = await self._offer(deployment, group, solved, outlook, decision.cost)
+        if deployment.session.time_price_is_due:
             if deployment.name in self._appraising:
                 self._appraising[deployment.name].cancel()
-            task = asyncio.create_task(self._appraise(deployment, group, inputs))
+            task = asyncio.create_task(self._appraise(deployment, group, snapshot))
             self._appraising[deployment.name] = task
         return outcome
 
     async def _offer(
-        self, deployment: Deployment, group: Group, solved: Plan, outlook: Outlook | None
+        self,
+        deployment: Deployment,
+        group: Group,
+        solved: Plan,
+        outlook: Outlook | None = None,
+        cost: float = 0.0,
     ) -> _DecisionOutcome:
         """Offer a decision to the ranks, unless they have changed since.
 
@@ -278,10 +279,12 @@ class Decider:
             The plan.
         outlook
             Outlook of the decision; ``None`` if it was made on a prior.
+        cost
+            Number of steps over which the CPU budget pays for the decision.
         """
         if not solved.layers:
             if outlook is not None:
-                deployment.decided(outlook, changed=False)
+                deployment.record_decision(outlook, cost, changed=False)
             par = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
             reason = ": experts are bound to their ranks" if group.shape.rank_bound else ""
             return _DecisionOutcome("kept", f"every layer kept ({par}){reason}")
@@ -297,7 +300,7 @@ class Decider:
         if obstacle is not None:
             return _DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
         if outlook is not None:
-            deployment.decided(outlook, changed=True)
+            deployment.record_decision(outlook, cost, changed=True)
         deployment.offer(plan, time.monotonic())
         self._observer.offered(deployment.name, plan.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, plan, term, time.time())
@@ -310,80 +313,83 @@ class Decider:
         )
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
-    async def _appraise(self, deployment: Deployment, group: Group, inputs: DecisionInputs) -> None:
+    async def _appraise(self, deployment: Deployment, group: Group, snapshot: Snapshot) -> None:
         """Estimate the time price once the plan has been sent, which is more urgent because the ranks wait for it."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:
-                appraisal = await self._compute_in_time(deployment.name, appraise, inputs)
+                appraisal = await self._compute_in_time(deployment.name, snapshot.compute, price_time)
             except asyncio.TimeoutError:
                 return
             except Exception:
                 _log.exception("time_price_unknown", deployment=deployment.name)
                 return
         current = deployment.group
-        if appraisal is not None and current is not None and current.forming == group.forming:
-            deployment.record_time_price(*appraisal)
+        price = appraisal.result
+        if price is not None and current is not None and current.forming == group.forming:
+            deployment.record_time_price(price, appraisal.cost)
 
-    def weigh(self, deployment: Deployment) -> None:
+    def check(self, deployment: Deployment) -> None:
         """Start checking whether heat has changed since the plan in progress was decided.
 
         If it has, the plan is called off on all ranks. The next decision is due once they have answered.
         """
-        running = self._weighing.get(deployment.name)
+        running = self._checking.get(deployment.name)
         if running is None or running.done():
-            deployment.weighing()
-            self._weighing[deployment.name] = asyncio.create_task(self._weigh(deployment))
+            deployment.begin_check()
+            self._checking[deployment.name] = asyncio.create_task(self._check(deployment))
 
-    async def _weigh(self, deployment: Deployment) -> None:
+    async def _check(self, deployment: Deployment) -> None:
         name = deployment.name
         plan = deployment.plan
-        inputs = DecisionInputs.of(deployment, self._settings)
-        if plan is None or inputs is None:
+        snapshot = Snapshot.of(deployment, self._settings)
+        if plan is None or snapshot is None:
             return
         try:
-            outlook = await self._compute_in_time(name, weigh, inputs)
+            checked = await self._compute_in_time(name, snapshot.compute, check)
         except asyncio.TimeoutError:
             return
         except Exception:
             _log.exception("change_unknown", deployment=name)
             return
-        if deployment.weighed(outlook, plan.plan_id, time.monotonic()):
+        if deployment.record_check(checked.result, plan.plan_id, time.monotonic()):
             self._streams.call_off(name, CallOff(plan.plan_id))
             _log.info("plan_called_off", deployment=name, plan=plan.plan_id)
 
-    def judge(self, deployment: Deployment) -> None:
+    def evaluate(self, deployment: Deployment) -> None:
         """Start evaluating the gain over the newest steps, unless an evaluation is in progress or very recent."""
         name = deployment.name
-        running = self._judging.get(name)
+        running = self._evaluating.get(name)
         if running is not None and not running.done():
             return
-        if not served_now(deployment) or time.monotonic() < self._judge_at.get(name, 0.0):
+        if not served_now(deployment) or time.monotonic() < self._evaluate_at.get(name, 0.0):
             return
         if self._warm.is_set() and self.may_decide(name):
-            self._judging[name] = asyncio.create_task(self._judge(deployment))
+            self._evaluating[name] = asyncio.create_task(self._evaluate(deployment))
 
-    async def _judge(self, deployment: Deployment) -> None:
+    async def _evaluate(self, deployment: Deployment) -> None:
         group = deployment.group
         heat = deployment.heat
-        inputs = DecisionInputs.of(deployment, self._settings)
-        if group is None or heat is None or inputs is None or inputs.found is None:
+        snapshot = Snapshot.of(deployment, self._settings)
+        if group is None or heat is None or snapshot is None or snapshot.initial is None:
             return
         newest = served_now(deployment)
-        inputs = replace(inputs, heat=replace(inputs.heat, rows=inputs.heat.rows[-newest:]))
+        snapshot = replace(snapshot, heat=replace(snapshot.heat, rows=snapshot.heat.rows[-newest:]))
         effects = deployment.switch_log.effects()
         slowest_T = heat.served_steps(newest).slowest_T
         served = Served(heat.served_par(newest), slowest_T, heat.served_times(newest), effects)
         began = time.monotonic()
         try:
-            worth = await self._compute_in_time(deployment.name, judge, inputs, served)
+            worth = await self._compute_in_time(
+                deployment.name, lambda: evaluate_gain(snapshot.inputs, served)
+            )
         except asyncio.TimeoutError:
             return
         except Exception:
             _log.exception("gain_unknown", deployment=deployment.name)
             worth = None
         duration = time.monotonic() - began
-        self._judge_at[deployment.name] = began + _JUDGE_REST * duration
+        self._evaluate_at[deployment.name] = began + _EVALUATION_REST * duration
         current = deployment.group
         if current is not None and current.forming == group.forming and deployment.connected:
             deployment.record_worth(worth)

@@ -152,7 +152,7 @@ class HeatFeed:
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
         summed = not by_step and deployment.limits.heat_phase == "all"
-        if deployment.decisions.settling and deployment.shedding.one_in == 1:
+        if deployment.session.settling and deployment.shedding.one_in == 1:
             steps = min(steps, max(_MIN_REPORT_STEPS, steps // _MAX_SHORTENING))
         return Reporting(summed, deployment.shedding.one_in, steps)
 

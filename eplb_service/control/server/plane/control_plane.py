@@ -17,8 +17,8 @@ from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError, NotStoredError
 from eplb_service.control.core.group import Assembled, rank_list
 from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.control.server.deciding.computing import PriorError, Priors
 from eplb_service.control.server.deciding.decider import Decider
+from eplb_service.control.server.deciding.priors import PriorError, Priors
 from eplb_service.control.server.observer import Observer, gauges
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
 from eplb_service.control.server.outgoing.streams import RankStream, Streams
@@ -172,9 +172,9 @@ class ControlPlane:
         """Assemble a few complete steps and start a decision if one is due; return True if more are pending."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
-        settling = deployment.decisions.settling
+        settling = deployment.session.settling
         steps_wait = deployment.put_together(_STEPS_PER_TURN)
-        if deployment.decisions.settling != settling:
+        if deployment.session.settling != settling:
             self.follow_up(deployment)
         self._decide(deployment)
         return steps_wait
@@ -310,14 +310,14 @@ class ControlPlane:
         self.follow_up(deployment)
         self._begin(deployment)
         self._decide(deployment)
-        self.decider.judge(deployment)
+        self.decider.evaluate(deployment)
         self.observer.tick(deployment)
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:
         """Start a decision if one is due, or a check of the plan in progress if it may be stale."""
         if deployment.may_call_off and self.decider.may_decide(deployment.name):
-            self.decider.weigh(deployment)
+            self.decider.check(deployment)
         elif deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
             self.decider.start(deployment)
 
@@ -329,7 +329,7 @@ class ControlPlane:
             prior = self._priors.of(deployment, self.deployments)
         except PriorError as error:
             _log.warning("prior_not_used", deployment=deployment.name, reason=str(error))
-            deployment.beginning(f"no first plan was made: {error}")
+            deployment.begin_first_plan(f"no first plan was made: {error}")
             return
         if prior is not None:
             _log.info("begins_by_prior", deployment=deployment.name, source=prior[1])

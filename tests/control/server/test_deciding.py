@@ -1,28 +1,19 @@
-"""A decision uses measured costs and the heat since the last change. The first one may use heat of another source."""
+"""A service decides with a curve fitted to its step times, and makes a first plan from the heat of a prior."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eplb_core.cost.curve import CostCurve
-from eplb_core.cost.moving import NOTHING_MEASURED
-from eplb_core.heat.assembler import RememberedHeat
-from eplb_core.heat.sources import StepTimes
 from eplb_core.placement import Int32, mean_par, par
-from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import Outlook, Promise
-from eplb_core.planner.settings import PlannerSettings
-from eplb_core.planner.topology import Topology
 from eplb_core.wire.codec import unpack
-from eplb_service.control.core.decisions import Decisions
-from eplb_service.control.server.deciding.computing import DecisionInputs, PriorError, Priors, decide
 from eplb_service.control.server.deciding.decider import _on_thread
+from eplb_service.control.server.deciding.priors import PriorError, Priors
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from tests.control.fake_group import (
@@ -31,99 +22,12 @@ from tests.control.fake_group import (
     RANKS,
     SLOTS,
     FakeGroup,
-    first_placement,
     heat_report,
     live_of,
     skewed_heat,
 )
 from tests.control.server.service_under_test import settings, tick, until
 from tests.planner.drawn import rank_loads
-
-
-def heat(steps: int, seed: int) -> Int32:
-    generator = np.random.default_rng(seed)
-    popularity_LE = generator.dirichlet(np.ones(EXPERTS), LAYERS)
-    drawn = [generator.multinomial(4096, row_E, size=steps) for row_E in popularity_LE]
-    return np.stack(drawn, axis=1).astype(np.int32)
-
-
-def decision_inputs(heat_TLE: Int32, decisions: Decisions | None = None) -> DecisionInputs:
-    return DecisionInputs(
-        RememberedHeat(tuple(heat_TLE), (LAYERS, EXPERTS)),
-        live_of(first_placement()),
-        None,
-        Topology.flat(RANKS),
-        PlannerSettings(threads=1),
-        decisions or Decisions(),
-        NOTHING_MEASURED,
-    )
-
-
-def before_first_decision(steps: int, interval: int) -> Decisions:
-    """Return the state before the first decision, after ``steps`` steps."""
-    return Decisions(pace=Pace(steps, memory=512, longest=interval, seen=steps, due_at=steps))
-
-
-def test_without_a_pace_a_decision_uses_all_heat() -> None:
-    inputs = decision_inputs(heat(200, 0))
-    assert (inputs.looked_at.steps, inputs.serving_steps) == (200, None)
-
-
-def test_stationary_heat_is_used_beyond_one_interval() -> None:
-    inputs = decision_inputs(heat(200, 0), before_first_decision(200, 64))
-    assert 128 <= inputs.looked_at.steps <= 200
-    assert inputs.serving_steps == 24.0
-
-
-def test_heat_from_before_a_change_is_left_out() -> None:
-    changed_TLE = np.concatenate([heat(136, 0), heat(64, 1)])
-    assert decision_inputs(changed_TLE, before_first_decision(200, 64)).looked_at.steps <= 64
-
-
-def test_cpu_cost_is_converted_to_steps_of_the_measured_length() -> None:
-    inputs = replace(decision_inputs(heat(8, 0)), cpu_share=0.1)
-    assert inputs.steps_paying(0.4) == pytest.approx(100)
-    times = StepTimes(np.full(8, 10_000.0), np.full(8, np.nan))
-    assert replace(inputs, times=times).steps_paying(0.4) == pytest.approx(400)
-    assert decide(inputs)[1].cost > 0
-
-
-def test_a_forecast_is_compared_with_the_gain_that_followed() -> None:
-    inputs = decision_inputs(heat(200, 0), before_first_decision(200, 64))
-    first = replace(inputs, found=inputs.live.serving)
-    plan, outlook, _ = decide(first)
-    forecasts = outlook.forecasts
-    assert (plan.moves > 0, forecasts.held) == (True, None)
-    pace = replace(first.decisions.pace, seen=264)
-    later = replace(first, decisions=replace(first.decisions, pace=pace, forecasts=forecasts))
-    # The plan was not carried out, so it gained nothing.
-    later_forecasts = decide(later)[1].forecasts
-    assert (later_forecasts.misses, later_forecasts.held) == ((forecasts.gain.mean,), False)
-
-
-def after_departure(before: int) -> Decisions:
-    """Return the state after ``before`` steps and four more whose ratios depart from the promise."""
-    promise = Promise(np.full(LAYERS + 1, 1.2), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), before)
-    decisions = Decisions(pace=Pace(first=before, memory=512, longest=512)).after_steps(
-        np.full((before, LAYERS), 1.2)
-    )
-    decisions = decisions.deciding(before).decided(
-        Outlook(promise), live_of(first_placement()), changed=False
-    )
-    decisions = decisions.after_steps(np.full((4, LAYERS), 1.8))
-    assert decisions.pace is not None
-    assert decisions.pace.settling
-    return decisions
-
-
-def test_heat_decides_if_a_departure_from_the_promise_is_a_change_or_a_burst() -> None:
-    changed = decision_inputs(np.concatenate([heat(100, 0), heat(4, 1)]), after_departure(100))
-    assert (changed.looked_at.steps, changed.serving_steps) == (4, 100.0)
-    assert not decide(changed)[1].burst
-    burst = decision_inputs(heat(104, 0), after_departure(100))
-    assert (burst.looked_at.steps, burst.serving_steps) == (104, 24.0)
-    assert decide(burst)[1].burst
-
 
 STEPS = 128
 CURVE = CostCurve(5.0, 400.0, 100.0, 3.0)
@@ -169,11 +73,11 @@ async def test_a_fitted_cost_curve_is_used_for_planning_only_if_configured(fitte
             await group.serve(heat_TLE[first : first + 32])
         await until(lambda: deployment.heat is not None and deployment.heat.assembled == group.step)
         outcome = await service.plane.decider.start(deployment)
-        await until(lambda: deployment.decisions.time_price is not None)
-        assert deployment.decisions.time_price is not None
-        assert deployment.decisions.time_price.kind == "fitted", deployment.decisions.time_price.reason
-        assert deployment.decisions.fitted is not None
-        assert deployment.decisions.fitted.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
+        await until(lambda: deployment.session.time_price is not None)
+        assert deployment.session.time_price is not None
+        assert deployment.session.time_price.kind == "fitted", deployment.session.time_price.reason
+        assert deployment.session.fitted_curve is not None
+        assert deployment.session.fitted_curve.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
         if outcome.result == "plan":
             await group.carry_out(await group.hear_plan())
             await until(lambda: deployment.plan is None)
@@ -214,7 +118,7 @@ async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own
         assert deployment.last_decision.endswith("by the heat of prefill")
         assert not deployment.may_begin
         await decode.send_heat(skewed_heat(64, seed=1))
-        await until(lambda: deployment.decisions.time_price is not None)
+        await until(lambda: deployment.session.time_price is not None)
         assert deployment.last_decision.startswith("every layer kept")
 
 
@@ -248,7 +152,7 @@ async def test_a_prior_of_another_model_is_a_problem_and_leads_to_no_plan(tmp_pa
     ):
         await decode.join()
         deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.decisions.begun)
+        await until(lambda: deployment.session.has_begun)
         (problem,) = deployment.plan_problems
         assert "choose a source with the same model" in problem
         assert deployment.plan is None

@@ -1,0 +1,145 @@
+"""Snapshot of a deployment on which a planner thread computes a decision, a time price, or the gain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from eplb_core.cost.moving import MovingCosts
+from eplb_core.heat.assembler import RememberedHeat
+from eplb_core.heat.sources import StepTimes
+from eplb_core.heat.window import Window
+from eplb_core.planner.dealing import fitted_to_host
+from eplb_core.planner.decision import DecisionInputs
+from eplb_core.planner.plan import Layout
+from eplb_core.planner.session import DecisionSession, steps_paying
+from eplb_core.planner.settings import PlannerSettings
+from eplb_core.planner.topology import Topology
+from eplb_service.control.core.deployed_layout import DeployedLayout
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.server.deciding.priors import Prior
+
+_DEFAULT_STEP_US = 40_000.0
+"""Assumed duration of a step, in microseconds, until the ranks have measured one."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Computed(Generic[T]):
+    """Result of a computation and what it cost.
+
+    Parameters
+    ----------
+    result
+        Result of the computation.
+    seconds
+        Wall time, in seconds.
+    cost
+        Number of steps over which the CPU budget pays for the computation.
+    """
+
+    result: T
+    seconds: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a deployment at the start of a computation. It is cheap to create on the event loop.
+
+    Parameters
+    ----------
+    heat
+        Heat of the deployment's recent steps, or of a prior.
+    live
+        Current layout.
+    initial
+        Initial layout; ``None`` if it is unknown.
+    topology
+        Nodes and token groups of the ranks.
+    settings
+        Settings of the planner.
+    session
+        State of the deployment's decisions.
+    moving
+        Costs of moves, as measured by the ranks.
+    times
+        Measured durations of the steps of ``heat``; ``None`` for a prior.
+    cpu_share
+        Number of CPU cores that decisions may use on average.
+    """
+
+    heat: RememberedHeat
+    live: DeployedLayout
+    initial: Layout | None
+    topology: Topology
+    settings: PlannerSettings
+    session: DecisionSession
+    moving: MovingCosts
+    times: StepTimes | None = None
+    cpu_share: float = 1.0
+
+    @classmethod
+    def of(
+        cls, deployment: Deployment, settings: PlannerSettings, prior: Prior | None = None
+    ) -> Snapshot | None:
+        """Return a snapshot of a deployment; ``None`` if its ranks have disconnected.
+
+        Parameters
+        ----------
+        deployment
+            The deployment.
+        settings
+            Settings of the planner.
+        prior
+            Prior to use in place of the deployment's heat, without step times and without a schedule.
+        """
+        group = deployment.group
+        live = deployment.live
+        heat = deployment.heat
+        if group is None or live is None or heat is None:
+            return None
+        moving = deployment.switch_log.costs()
+        topology = group.topology
+        settings = fitted_to_host(settings, group.shape.width, entry_by_row=group.shape.entry_by_row)
+        if prior is not None:
+            return cls(prior[0], live, None, topology, settings, DecisionSession(), moving)
+        return cls(
+            heat.remembered(),
+            live,
+            deployment.found,
+            topology,
+            settings,
+            deployment.session,
+            moving,
+            heat.step_times(live.layer_epochs),
+            deployment.limits.cpu_share,
+        )
+
+    @cached_property
+    def inputs(self) -> DecisionInputs:
+        """Inputs of a decision. The first access copies all heat and tables and belongs on a planner thread."""
+        return DecisionInputs(
+            Window(*self.heat.arrays()),
+            self.live.serving,
+            self.initial,
+            self.topology,
+            self.settings,
+            self.session,
+            self.moving,
+            self.times,
+        )
+
+    def compute(self, function: Callable[[DecisionInputs], T]) -> Computed[T]:
+        """Call a function of ``planner.decision`` on the inputs, and measure what it costs."""
+        started = time.perf_counter()
+        cpu_started = time.process_time()
+        result = function(self.inputs)
+        cpu_seconds = time.process_time() - cpu_started
+        step_us = None if self.times is None else self.times.mean_us
+        cost = steps_paying(cpu_seconds, self.cpu_share, step_us or _DEFAULT_STEP_US)
+        return Computed(result, time.perf_counter() - started, cost)
