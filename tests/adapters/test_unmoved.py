@@ -124,7 +124,7 @@ HOMES = {
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_tensor_with_a_value_per_expert_is_found_in_every_home(home):
+def test_a_tensor_with_a_value_per_expert_is_found_in_every_container(home):
     layer = module()
     HOMES[home](layer, per_expert())
     with pytest.raises(UnsupportedEngineError, match=r"per expert.*stay behind"):

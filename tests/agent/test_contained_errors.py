@@ -164,7 +164,7 @@ def _restore_error(fails: bool) -> str:
     return "restored"
 
 
-def test_a_host_learns_that_its_experts_were_not_restore_error() -> None:
+def test_a_host_learns_that_its_experts_were_not_restored() -> None:
     assert run_ranks(1, _restore_error, False) == ["restored"]
     (reported,) = run_ranks(1, _restore_error, True)
     assert reported.startswith("TypeError")

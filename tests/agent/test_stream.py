@@ -206,7 +206,7 @@ class RejectingService(FakeService):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_of_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
+def test_the_reason_for_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
     # A large Hello is still being sent when the rejection arrives.

@@ -74,7 +74,7 @@ def test_a_trace_is_converted_and_sliced(tmp_path, path, capsys):
     assert np.array_equal(read_heat(slice_path), HEAT_TLE[20:, 1:2])
 
 
-def test_sliced_layers_keep_their_model_numbers(tmp_path, path, capsys):
+def test_sliced_layers_keep_their_layer_numbers(tmp_path, path, capsys):
     a, b, c = (tmp_path / f"{name}.zarr" for name in "abc")
     for source, layers, out, numbers in ((path, "1:3", a, (1, 2)), (a, "1:", b, (2,)), (path, ":2", c, ())):
         assert trace(capsys, "slice", source, "--layers", layers, "--out", out)[0] == 0

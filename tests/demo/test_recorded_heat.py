@@ -34,7 +34,7 @@ def test_every_choice_of_every_request_is_counted_once(held: Held) -> None:
     assert (held["requests"].sum(axis=2) == REQUESTS).all()
 
 
-def test_it_is_a_trace_that_every_command_reads(held: Held) -> None:
+def test_the_recording_opens_as_a_trace(held: Held) -> None:
     trace = open_trace(RECORDED)
     np.testing.assert_array_equal(trace.heat(0, trace.steps), held["counts"])
 
@@ -53,7 +53,7 @@ def test_heat_differs_more_between_domains_than_within_one(held: Held) -> None:
     assert min(moved(one, other) for one, other in combinations(late_PLE, 2)) > 0.15
 
 
-def test_a_placement_for_one_domain_serves_it_well(held: Held) -> None:
+def test_a_placement_solved_for_one_domain_balances_it(held: Held) -> None:
     data_TLE = held["counts"][held["phase"] == 3][REQUEST_STEPS:]
     solved = solve(data_TLE, RANKS, slots=10)
     assert solved.par_after < 1.15 < 1.4 < solved.par_before

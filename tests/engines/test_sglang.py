@@ -92,20 +92,20 @@ def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, se
 
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_tables_that_change_without_weights_are_seen(parallel, run_sglang, alone, service):
+def test_tables_that_change_without_weights_are_detected(parallel, run_sglang, alone, service):
     expected = alone(run_sglang)
     agent = WITHOUT_WEIGHTS | {"EPLB_AGENT_SERVICE": service.address}
     broken = run_sglang(LOAD | {"engine": parallel}, **agent)
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
-def test_with_eplb_off_there_is_nothing_to_balance(run_sglang, alone, service):
+def test_answers_do_not_change_if_eplb_is_disabled(run_sglang, alone, service):
     expected = alone(run_sglang)
     answers = run_sglang(LOAD, EPLB_AGENT_SERVICE=service.address).answers()
     assert answers == expected
 
 
-def test_a_combination_that_cannot_be_balanced_ends_the_engine_with_the_reason(run_sglang):
+def test_an_unsupported_combination_stops_the_engine_with_the_reason(run_sglang):
     refused = TWO_TENSOR_RANKS | {"ep_dispatch_algorithm": "fake"}
     run = run_sglang(LOAD | {"engine": refused}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     said = run.failure()
@@ -113,7 +113,7 @@ def test_a_combination_that_cannot_be_balanced_ends_the_engine_with_the_reason(r
     assert "unset EPLB_AGENT_SERVICE" in said
 
 
-def test_an_unknown_release_ends_the_engine_and_leaves_it_as_it_is(sglang_site):
+def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
     check = (
         "import sglang.version; sglang.version.__version__ = '0.6.0'\n"
         "from sglang.srt.plugins import load_plugins\n"

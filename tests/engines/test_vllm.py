@@ -135,7 +135,7 @@ def what_was_recorded_can_be_replayed(folder, case, requests):
 
 
 @EACH_CASE
-def test_tables_that_change_without_weights_are_seen(case, requests, run_vllm, alone, service):
+def test_tables_that_change_without_weights_are_detected(case, requests, run_vllm, alone, service):
     engine, parallel, _ = CASES[case]
     rounds = LOAD["rounds"] * LOAD["requests"] // requests
     expected = alone(run_vllm, requests, rounds, engine)
@@ -149,7 +149,9 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 
 
 @pytest.mark.parametrize("proposing", [{}, {"speculative_config": NGRAMS}], ids=["", "proposed-tokens"])
-def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, service, tmp_path):
+def test_chunked_prompts_are_answered_correctly_without_redundant_experts(
+    proposing, run_vllm, alone, service, tmp_path
+):
     """Prompts of up to 40 tokens run beside decoding, with 16 tokens per pass.
 
     Proposed tokens are verified in the same passes.
@@ -158,7 +160,7 @@ def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, 
     switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
-def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service, tmp_path):
+def test_weights_reloaded_after_switches_reach_the_right_experts(run_vllm, service, tmp_path):
     """The unmodified engine also reloads them, because on CPU vLLM answers differently after a reload."""
     enough = tmp_path / "enough"
     load = {"requests": 8, "max_tokens": 120, "between": [["reload_weights", {}]]}
@@ -184,7 +186,7 @@ SECOND_RUNNER = {
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
-def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
+def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
     """vLLM's default on accelerators. Its Triton kernels run in Python here, so six layer switches suffice."""
     enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
@@ -205,7 +207,7 @@ def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_pat
         switched(service, 6, balanced.tail())
 
 
-def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_path):
+def test_answers_are_the_same_if_router_weights_multiply_the_inputs(run_vllm, service, tmp_path):
     """As in Llama 4, whose kernel then reads no weights. vLLM cannot load redundant experts from its checkpoints."""
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
     load = {"requests": 8, "max_tokens": 60, "rounds": 4}
@@ -216,7 +218,7 @@ def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_pa
     switched(service, 3, balanced.tail())
 
 
-def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
+def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(run_vllm, alone, service):
     agent = {"EPLB_AGENT_SERVICE": service.address}
     endless = LOAD | {"rounds": 1000, "engine": TWO_TENSOR_RANKS}
     struck = run_vllm(VLLM_032, endless, name="struck", **agent)
@@ -246,7 +248,7 @@ def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, s
     switched(service, 10, server.tail())
 
 
-def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
+def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, alone, service, tmp_path):
     enough = tmp_path / "enough"
     load = LOAD | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
     balanced = run_vllm(VLLM_032, load, EPLB_AGENT_SERVICE=service.address)
@@ -263,7 +265,7 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
 
 
 @pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=["0.32", "0.23"])
-def test_no_service_at_all(engine, run_vllm, alone):
+def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     same_answers(unheard.answers(), alone(run_vllm, engine=engine))
     # vLLM's own handlers print each message once, but each rank prints its warnings.

@@ -60,7 +60,7 @@ BROKEN = ["its links break as well", "its links break, and nobody hears why"]
 
 
 @pytest.mark.parametrize("how", ["", *BROKEN, "nobody hears it at once", "an interrupt"])
-def test_an_install_that_fails_on_one_rank_is_fatal_on_every_rank_at_once(how: str) -> None:
+def test_a_failed_install_on_one_rank_stops_every_rank_before_the_next_pass(how: str) -> None:
     found = run_ranks(RANKS, _serve, how)
     assert len({passes for _, passes, _ in found}) == 1
     assert "no memory on the device" in found[1][0]
@@ -83,7 +83,7 @@ def _installs_a_damaged_expert() -> None:
     live.drive(agent, layers, still, 400, live.offering(agent, {1: {0: live.target()}}, pause=0.005))
 
 
-def test_an_expert_that_is_damaged_in_its_install_is_fatal() -> None:
+def test_damage_to_an_expert_during_its_install_is_fatal() -> None:
     """The other ranks are in a pass with it by then, so the model's own collectives end with its process."""
     with pytest.raises(
         RankFailure, match=r"FatalSwitchError: rank 1: layer 0: the expert in slot \d .* its sender computed"

@@ -58,7 +58,7 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     return live.facts(agent, worst, longest=longest, complaints=" | ".join(sorted(complaints)))
 
 
-def test_a_count_that_hangs_costs_seconds_and_no_output() -> None:
+def test_a_stuck_counter_costs_seconds_and_changes_no_output() -> None:
     facts = run_ranks(RANKS, _serve, "a counter that never moves", 0)
     live.check_together(facts, epoch=0)
     assert max(fact["longest"] for fact in facts) < 30
@@ -81,7 +81,7 @@ def test_a_count_that_hangs_costs_seconds_and_no_output() -> None:
         pytest.param("counts far apart", "counts", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_whose_counts_differ_agree_on_one_and_switch_layers_again(fault: str, said: str) -> None:
+def test_ranks_with_wrong_pass_counts_agree_on_one_and_switch_layers_again(fault: str, said: str) -> None:
     facts = run_ranks(RANKS, _serve, fault, 12)
     live.check_together(facts)
     assert max(fact["longest"] for fact in facts) < 30

@@ -92,7 +92,7 @@ def check_split(case: Case, received_RS: np.ndarray, chosen: list[list[torch.Ten
     assert received_RS.sum(axis=1).max() <= most
 
 
-def test_the_table_has_every_pair_of_options_that_may_meet():
+def test_the_table_has_every_allowed_pair_of_options():
     names = list(OPTIONS)
     every = [
         {first: x, second: y}

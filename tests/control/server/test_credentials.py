@@ -230,7 +230,7 @@ async def test_only_health_checks_are_accepted_without_the_shared_token(
         {"listen": "127.example.com:50551"},
     ],
 )
-def test_a_service_reachable_from_other_hosts_requires_credentials_and_tls_or_insecure(
+def test_a_service_open_to_other_hosts_requires_credentials_and_tls_or_insecure(
     flags: dict[str, Any],
 ) -> None:
     with pytest.raises(SettingsError, match="is reachable from other hosts"):
