@@ -21,7 +21,7 @@ from worker_agent.swap.transfer import ByteBudget
 
 
 class FailAt:
-    """Raise a ``MemoryError`` at the agent's line with this number in order of execution."""
+    """Raise a ``MemoryError`` at the n-th line of the agent's code to be executed; n is ``number``."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -66,7 +66,7 @@ def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
 
 
 def _leave_early(how: str, early_step: int) -> dict[str, Any]:
-    """Let rank 1 close or leave the votes at this step; a plan is under way since step 1."""
+    """Let rank 1 close or leave the votes at this step; a plan is in progress since step 1."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.02)
 

@@ -38,7 +38,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 def table() -> Iterator[list[tuple[Attempt, str]]]:
     rows: list[tuple[Attempt, str]] = []
     yield rows
-    print("\n\n| attempt | service | proves that | came of it |\n|---|---|---|---|")
+    print("\n\n| attempt | service | proves that | outcome |\n|---|---|---|---|")
     for attempt, outcome in rows:
         service = "locked" if attempt.locked else "open"
         print(f"| {attempt.name} | {service} | {attempt.proves} | {outcome} |")

@@ -79,7 +79,7 @@ def test_the_error_of_several_seeds_comes_from_their_differences():
     assert found.is_shown(1)
     for seeds in (1, 3):
         (found,) = compared([cell_of(20.0, 20.0, seed, 0.0) for seed in range(seeds)])
-        assert not found.is_shown(1), "what takes the same is never slower"
+        assert not found.is_shown(1), "equal times are never slower"
 
 
 def test_each_window_is_decided_from_the_layout_of_the_previous_one():

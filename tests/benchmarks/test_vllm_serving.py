@@ -208,7 +208,7 @@ def test_intervals_come_from_a_bootstrap_over_rounds() -> None:
 
 
 def test_par_before_and_after_the_first_switch_counts_each_window_once() -> None:
-    watched = Watched(None)  # type: ignore[arg-type]  # it is asked for nothing
+    watched = Watched(None)  # type: ignore[arg-type]  # the service is not called
     assert np.isnan(watched.par()["before"])
     heard = (0, 0.0, 0), (8, 1.5, 0), (16, 1.4, 0), (24, 1.3, 1), (24, 1.3, 1), (32, 1.1, 2)
     for steps, par, switched in heard:

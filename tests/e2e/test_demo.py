@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.e2e.service import Service
 from tests.model.transformers_models import write_checkpoint
 from tests.moe.pairwise import Row, pairwise
@@ -46,7 +46,7 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher, r
         *("--picture", str(tmp_path / "end.svg")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", out.read_text())
+    figures = checked_document("demo", out.read_text())
     assert figures["par_balanced"] < figures["par_static"] - 0.1
     assert figures["layers_switched"] >= 3
     assert figures["experts_moved"] > 0
@@ -90,7 +90,7 @@ def _model_served(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """
     done = _demo("--steps", str(STEPS), "--json", str(folder / "out.json"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", (folder / "out.json").read_text())
+    figures = checked_document("demo", (folder / "out.json").read_text())
     assert figures["generated_bytes_identical"] is True
     assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
     return figures, done.stdout
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_served_and_balanced(name: str, tmp_path: Path) -> None:
     arguments = ("--checkpoint", str(folder), "--ranks", "2", "--redundant", "4", "--steps", "160")
     done = _demo(*arguments, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", (tmp_path / "out.json").read_text())
+    figures = checked_document("demo", (tmp_path / "out.json").read_text())
     assert figures["generated_bytes_identical"] is True
     assert figures["layers"] == 2
     assert figures["layers_switched"] >= 1

@@ -119,7 +119,7 @@ def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
 
         def execute_model(self, scheduler_output, intermediate_tensors=None):
             return (
-                self.eplb_updator.forward_end() if isinstance(self.eplb_updator, AscendHost) else "left alone"
+                self.eplb_updator.forward_end() if isinstance(self.eplb_updator, AscendHost) else "unchanged"
             )
 
         def _dummy_run(self, tokens):
@@ -143,4 +143,4 @@ def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
         (StepPhase.PREFILL, 4),
         (StepPhase.DUMMY, 0),
     ]
-    assert Runner("static placement").execute_model("schedule") == "left alone"
+    assert Runner("static placement").execute_model("schedule") == "unchanged"

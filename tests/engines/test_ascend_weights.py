@@ -148,7 +148,7 @@ OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
         pytest.param((SCALES, OTHER_SCALES), False, "new tensor", id="all2allv"),
         pytest.param((None, None), True, None, id="float"),
         pytest.param(([SCALES[0]], [SCALES[0]]), True, None, id="one-tensor"),
-        pytest.param((SCALES, SCALES), False, None, id="all2allv-of-one-type"),
+        pytest.param((SCALES, SCALES), False, None, id="all2allv-one-dtype"),
     ],
 )
 def test_expert_lists_that_the_host_would_misread_require_its_list_kernel(scales, mc2, reason):

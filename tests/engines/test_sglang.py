@@ -13,7 +13,13 @@ from tests.engines.conftest import (
     engine_environment,
     make_agent_site,
 )
-from tests.engines.engine_checks import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
+from tests.engines.engine_checks import (
+    WITHOUT_WEIGHTS,
+    check_heat,
+    check_same_answers,
+    check_switches,
+    in_engine,
+)
 from tests.engines.environments import SGLANG_0523, python_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -47,7 +53,7 @@ def sglang_site(tmp_path_factory):
 
 
 @pytest.fixture
-def run_sglang(sglang_site, checkpoint, tmp_path, ended):
+def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts engines."""
 
     def start(options, name="balanced", **environment):
@@ -56,7 +62,7 @@ def run_sglang(sglang_site, checkpoint, tmp_path, ended):
         settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
         python = python_of(SGLANG_0523)
         folder = tmp_path / name
-        return ended(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
+        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
 
     return start
 
@@ -86,8 +92,8 @@ def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, se
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
-    same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
-    heat_arrived(switched(service, 20, balanced.tail()), service)
+    check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
+    check_heat(check_switches(service, 20, balanced.tail()), service)
 
 
 @PARALLEL

@@ -11,9 +11,9 @@ from eplb_service.io.open_trace import open_trace
 from tests.engines.conftest import TRITON_IN_PYTHON, WHENEVER_IT_MAY, made_checkpoint
 from tests.engines.engine_checks import (
     WITHOUT_WEIGHTS,
-    heat_arrived,
-    same_answers,
-    switched,
+    check_heat,
+    check_same_answers,
+    check_switches,
 )
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
@@ -88,12 +88,12 @@ EACH_CASE = pytest.mark.parametrize(
 def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone, service, tmp_path):
     engine, parallel, _ = CASES[case]
     load = LOAD | {"requests": requests}
-    switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, tmp_path)
-    what_was_recorded_can_be_replayed(tmp_path, case, requests)
+    check_answers_over_switches(engine, parallel, load, run_vllm, alone, service, tmp_path)
+    check_recording(tmp_path, case, requests)
 
 
-def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, folder):
-    """Serve until 20 layers have switched, however fast the engine is."""
+def check_answers_over_switches(engine, parallel, load, run_vllm, alone, service, folder):
+    """Serve until 20 layers have switched, and compare all answers with those of the unmodified engine."""
     enough = folder / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
@@ -107,12 +107,15 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     answers = balanced.answers()
     assert "first switch: layer" in balanced.log.read_text()
     expected = alone(run_vllm, load["requests"], len(answers) // load["requests"], engine)
-    same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
-    heat_arrived(switched(service, 20, balanced.tail()), service)
+    check_same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
+    check_heat(check_switches(service, 20, balanced.tail()), service)
 
 
-def what_was_recorded_can_be_replayed(folder, case, requests):
-    """vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time."""
+def check_recording(folder, case, requests):
+    """Check the recorded heat and replay it.
+
+    vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time.
+    """
     path = folder / TRACE
     trace = open_trace(path)
     heat_TLE = trace.heat(0, trace.steps)
@@ -157,7 +160,7 @@ def test_chunked_prompts_are_answered_correctly_without_redundant_experts(
     Proposed tokens are verified in the same passes.
     """
     parallel = TWO_TENSOR_RANKS | NO_REPLICAS | proposing
-    switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
+    check_answers_over_switches(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
 def test_weights_reloaded_after_switches_reach_the_right_experts(run_vllm, service, tmp_path):
@@ -171,8 +174,8 @@ def test_weights_reloaded_after_switches_reach_the_right_experts(run_vllm, servi
     enough.touch()
     answers = balanced.answers()
     rounds = len(answers) // load["requests"]
-    same_answers(answers, run_vllm(VLLM_032, load | {"rounds": rounds}, name="alone").answers())
-    switched(service, 12, balanced.tail())
+    check_same_answers(answers, run_vllm(VLLM_032, load | {"rounds": rounds}, name="alone").answers())
+    check_switches(service, 12, balanced.tail())
 
 
 EVERY_EIGHT_STEPS = f"--window-steps 16 --decision-interval 8 --report-steps 4 {WHENEVER_IT_MAY}"
@@ -187,7 +190,7 @@ SECOND_RUNNER = {
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
 def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
-    """vLLM's default on accelerators. Its Triton kernels run in Python here, so six layer switches suffice."""
+    """This runner is the default on accelerators. Its Triton kernels run in Python here, so six switches suffice."""
     enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
     load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
@@ -203,19 +206,19 @@ def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vll
     if broken:
         assert [ids for ids, _ in answers] != [ids for ids, _ in expected]
     else:
-        same_answers(answers, expected)
-        switched(service, 6, balanced.tail())
+        check_same_answers(answers, expected)
+        check_switches(service, 6, balanced.tail())
 
 
 def test_answers_are_the_same_if_router_weights_multiply_the_inputs(run_vllm, service, tmp_path):
-    """As in Llama 4, whose kernel then reads no weights. vLLM cannot load redundant experts from its checkpoints."""
+    """Llama 4 does this, and its kernel reads no weights. vLLM cannot load redundant experts from its checkpoints."""
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
     load = {"requests": 8, "max_tokens": 60, "rounds": 4}
     expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
     load["engine"] = TWO_TENSOR_RANKS | NO_REPLICAS
     balanced = run_vllm(VLLM_032, load, model=llama4, EPLB_AGENT_SERVICE=service.address)
-    same_answers(balanced.answers(), expected)
-    switched(service, 3, balanced.tail())
+    check_same_answers(balanced.answers(), expected)
+    check_switches(service, 3, balanced.tail())
 
 
 def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(run_vllm, alone, service):
@@ -229,8 +232,8 @@ def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(ru
     assert "EngineDeadError" in struck.failure(seconds=180)
     before = service.status().status.layers_switched
     balanced = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, **agent)
-    same_answers(balanced.answers(), alone(run_vllm))
-    switched(service, before + 1, balanced.tail())
+    check_same_answers(balanced.answers(), alone(run_vllm))
+    check_switches(service, before + 1, balanced.tail())
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["", "tables-without-weights"])
@@ -245,7 +248,7 @@ def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, s
     waves = [prompts(8, seed=turn + 1) for turn in range(rounds)]
     streamed = [answer for wave in waves for answer in server.answers(wave, 120)]
     assert (streamed != expected) if broken else (streamed == expected)
-    switched(service, 10, server.tail())
+    check_switches(service, 10, server.tail())
 
 
 def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, alone, service, tmp_path):
@@ -261,13 +264,13 @@ def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, a
     balanced.wait_for_another_round()
     enough.touch()
     answers = balanced.answers()
-    same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
+    check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
 
 
 @pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=["0.32", "0.23"])
 def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    same_answers(unheard.answers(), alone(run_vllm, engine=engine))
+    check_same_answers(unheard.answers(), alone(run_vllm, engine=engine))
     # vLLM's own handlers print each message once, but each rank prints its warnings.
     by_level = {"INFO": [], "WARNING": []}
     for line in unheard.log.read_text().splitlines():

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_023)}
-"""Environment of the vLLM that each release builds on and its version, keyed by the name in the adapter."""
+"""For each release, by its name in the adapter: the environment of its vLLM, and the version of vLLM-Ascend."""
 
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
 """Tolerance by quantisation, for outputs near 1.

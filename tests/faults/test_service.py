@@ -35,15 +35,15 @@ def _disturbed(folder: Path, moment: str, disturb: Callable[[Scene], None], *, s
         scene.end_well()
 
 
-@pytest.mark.parametrize("store", [True, False], ids=["with its store", "empty"])
-@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
+@pytest.mark.parametrize("store", [True, False], ids=["with its store", "without a store"])
+@pytest.mark.parametrize("moment", ["idle", "a plan is in progress"])
 def test_balancing_resumes_after_the_service_is_killed_and_restarted(
     moment: str, store: bool, tmp_path: Path
 ) -> None:
     _disturbed(tmp_path, moment, lambda scene: scene.service.restart(1.5), store=store)
 
 
-@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
+@pytest.mark.parametrize("moment", ["idle", "a plan is in progress"])
 def test_balancing_resumes_after_the_service_is_frozen(moment: str, tmp_path: Path) -> None:
     _disturbed(tmp_path, moment, lambda scene: scene.service.freeze(4))
 

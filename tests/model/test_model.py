@@ -172,7 +172,7 @@ def test_the_embedded_model_comes_with_the_package() -> None:
 LENGTH = 20
 
 
-class OneQuestion(Traffic):
+class RepeatedRequest(Traffic):
     """Sends the same request in every row, forever."""
 
     def request(self, step: int, row: int) -> tuple[str, bytes]:
@@ -181,7 +181,7 @@ class OneQuestion(Traffic):
 
 def _served(rows: int, steps: int) -> np.ndarray:
     model, _ = small_model()
-    server = Server(model, OneQuestion(steps, 0, 0), rows, LENGTH, 0.0, 0)
+    server = Server(model, RepeatedRequest(steps, 0, 0), rows, LENGTH, 0.0, 0)
     return np.array([server.step()[0] for _ in range(steps)])
 
 
@@ -212,7 +212,7 @@ def test_rows_do_not_affect_each_other_and_end_at_different_steps() -> None:
 
 def test_requests_in_flight_are_counted_by_domain() -> None:
     model, _ = small_model()
-    traffic = OneQuestion(9, 0, 0)
+    traffic = RepeatedRequest(9, 0, 0)
     server = Server(model, traffic, 3, LENGTH, 1.0, 0)
     server.step()
     in_flight_D = server.in_flight()

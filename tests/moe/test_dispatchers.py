@@ -27,7 +27,7 @@ LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
 def test_a_choice_without_a_row_adds_nothing():
-    """Uninitialized memory is not read either."""
+    """Uninitialised memory is not read either."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)

@@ -80,10 +80,10 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
     for name in ("tolist", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name)))
+        monkeypatch.setattr(torch.Tensor, name, _guarded_read(name, getattr(torch.Tensor, name)))
 
 
-def _refused(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_read(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(_here, "watched", False):
             raise HostReadError(f"{name} reads on the host")

@@ -28,7 +28,7 @@ from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative to the norm of a step's outputs. Quantized outputs may differ by ``QUANTIZED`` more."""
+"""Relative to the norm of a step's outputs. Quantised outputs may differ by ``QUANTIZED`` more."""
 
 QUANTIZED = 3e-2
 

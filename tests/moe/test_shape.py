@@ -120,7 +120,7 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
 def test_rejected_input_leaves_the_collectives_in_order(dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
 
-    def refuse_then_serve(group: RankGroup) -> None:
+    def reject_then_serve(group: RankGroup) -> None:
         layer, dense = build_on(case, group)
         hidden, ids, weights = case.step(group.rank)
         for wrong in (ids + case.experts, ids[: group.rank]):
@@ -128,10 +128,10 @@ def test_rejected_input_leaves_the_collectives_in_order(dispatcher: str):
                 layer(hidden, wrong, weights)
         torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
 
-    run_simulated(2, refuse_then_serve)
+    run_simulated(2, reject_then_serve)
 
 
-def refuse_alone(case: Case) -> None:
+def reject_on_rank_0(case: Case) -> None:
     """Give invalid input to rank 0 only.
 
     The other ranks enter the exchange of the step, in a group with a timeout of one second.
@@ -153,7 +153,7 @@ def refuse_alone(case: Case) -> None:
 @pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
 def test_other_ranks_time_out_if_one_rank_rejects_its_input(eight_ranks: Ranks, dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
-    eight_ranks.run(refuse_alone, case)
+    eight_ranks.run(reject_on_rank_0, case)
 
 
 def test_all_gather_raises_on_every_rank_if_token_sizes_differ():

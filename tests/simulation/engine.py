@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def over(self) -> bool:
-        """True once a rank has ended, so that the model serves no more tokens."""
+        """True once a rank has ended, so that the model no longer serves."""
         return any(not process.alive for process in self.ranks) or bool(self.fatal)
 
     def end(self) -> None:

@@ -215,7 +215,7 @@ class Mesh:
                 waiting.set()
         opened.wait(seconds)
         if not opened.is_set() or self.broken_at:
-            raise RuntimeError(f"{self.name}: not all ranks came within {seconds:g} s")
+            raise RuntimeError(f"{self.name}: not all ranks joined within {seconds:g} s")
         return handle
 
     def leave(self, rank: int) -> None:

@@ -202,7 +202,7 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
         return answer
 
     def failed(event: str, **facts: Any) -> None:
-        breach(f"the service ran into an error: {event} {facts}")
+        breach(f"the service logged an error: {event} {facts}")
 
     clock = SimpleNamespace(monotonic=now, time=now, perf_counter=now, process_time=now)
     quiet = SimpleNamespace(

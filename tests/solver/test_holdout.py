@@ -1,4 +1,4 @@
-"""The hold-out recommends the cheapest candidate on the newer half, and only if it pays with certainty."""
+"""The hold-out recommends the cheapest candidate on the held-out half, and only if it pays with certainty."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_recommendations_pay_on_the_held_out_half(
     np.testing.assert_array_equal(recommendation[3].phy2log_RS, again[3].phy2log_RS)
     if recommendation[0] == KEEP:
         return
-    # Candidates are fitted to the older half and priced on the newer half, by every episode and source.
+    # Candidates are fitted to the training half and priced on the held-out half, over all episodes and sources.
     older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
     if recommendation[0] == TABLES:
         candidate_RS = deployed.phy2log_RS
