@@ -141,7 +141,7 @@ class EngineRun:
         return found
 
     def answers(self, seconds=900):
-        """Wait until the engine has ended successfully, and return ``[ids, logprobs]`` of every request."""
+        """Wait until the engine has exited successfully, and return ``[ids, logprobs]`` of every request."""
         status = self._process.wait(seconds)
         assert status == 0, self.tail()
         return json.loads(self._answers.read_text())

@@ -84,7 +84,7 @@ def _installs_a_damaged_expert() -> None:
 
 
 def test_damage_to_an_expert_during_its_install_is_fatal() -> None:
-    """By then the other ranks are in a pass with this rank, so their collectives fail when its process ends."""
+    """By then the other ranks are in a pass with this rank, so their collectives fail when its process exits."""
     with pytest.raises(
         RankFailure, match=r"FatalSwitchError: rank 1: layer 0: the expert in slot \d .* its sender computed"
     ):

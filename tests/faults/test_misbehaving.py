@@ -1,4 +1,4 @@
-"""Tests that outputs do not change, no rank ends, and layers switch again after hosts, links or ranks misbehave."""
+"""Tests that outputs do not change, no rank exits, and layers switch again after hosts, links or ranks misbehave."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Service(control_plane.ControlPlane):
             call.end()
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a disk operation, unless the process has ended."""
+        """Run a disk operation, unless the process has exited."""
         return _done(function, *arguments) if self.process.alive else _done(int)
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:

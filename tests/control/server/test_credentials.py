@@ -191,7 +191,7 @@ def test_a_certificate_credential_accepts_only_its_certificate(path: Path) -> No
     assert Credentials().proven_by("", []) is not None, "without credentials, every caller is accepted"
 
 
-def test_a_changed_file_is_read_again_whatever_its_modification_time(path: Path) -> None:
+def test_a_changed_file_is_read_again_regardless_of_its_modification_time(path: Path) -> None:
     credentials = Credentials(path=path)
     assert not credentials.refresh()
     path.write_text(FILE.replace("dashboard", "a-dashboard"))
