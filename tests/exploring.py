@@ -101,7 +101,7 @@ def walk(scenario: str, first: Any) -> Walk:
                 calm[next_state].append(state)
     stuck = _never_settling(settled, calm)
     if stuck is not None:
-        return reported(f"nothing ever ends what is under way\n    after {_story(parents, stuck)}")
+        return reported(f"the pending actions can never end\n    after {_story(parents, stuck)}")
     return reported(None)
 
 

@@ -26,7 +26,7 @@ def modules_with_examples() -> list[str]:
     )
 
 
-def test_there_are_examples() -> None:
+def test_docstrings_contain_examples() -> None:
     assert len(modules_with_examples()) > 100
 
 

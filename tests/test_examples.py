@@ -32,7 +32,7 @@ def test_there_are_five_examples():
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NEEDS_A_SERVICE])
-def test_example_prints_its_documented_output(name):
+def test_each_example_prints_its_documented_output(name):
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

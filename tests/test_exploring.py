@@ -50,10 +50,10 @@ def test_a_broken_promise_is_reported_with_its_shortest_story() -> None:
 def test_a_state_that_never_settles_is_found() -> None:
     seen = walk("beyond the top", Stairs())
     assert seen.broken is not None
-    assert seen.broken.startswith("nothing ever ends what is under way")
+    assert seen.broken.startswith("the pending actions can never end")
 
 
-def test_an_unexpected_error_is_broken_but_does_not_count_as_caught() -> None:
+def test_an_unexpected_error_breaks_a_promise_but_does_not_count_as_caught() -> None:
     seen = walk("stumble", Stairs(stumble=1))
     assert seen.broken is not None
     assert "one argument too many" in seen.broken

@@ -207,7 +207,7 @@ def eplb_log():
     log.propagate, log.handlers[:] = before[1:]
 
 
-def test_agent_records_use_the_handlers_of_the_engine(eplb_log):
+def test_log_records_of_the_agent_use_the_engines_handlers(eplb_log):
     """vLLM configures only its own loggers, so other records are lost and warnings have no prefix."""
     records = []
     handler = logging.Handler()

@@ -53,7 +53,7 @@ def test_the_heat_of_a_pass_is_written_to_its_row_by_logical_expert(on_host):
 
 
 @EVERYWHERE
-def test_a_pass_counts_once_if_it_is_split_and_not_if_it_fails(on_host):
+def test_a_split_pass_counts_once_and_a_failed_pass_does_not_count(on_host):
     rings = rings_of(3, on_host)
     complete = [0, 1, 2]
     split = [0, 0, 1, 1, 2, 2]

@@ -51,7 +51,7 @@ def test_all_hooks_are_registered_for_a_known_release(monkeypatch, sglang):
     assert set(sglang.registry.registered) == {*hooks.AROUND, *hooks.AFTER}
 
 
-def test_an_unknown_release_ends_the_engine(monkeypatch, sglang):
+def test_an_unknown_release_stops_the_engine(monkeypatch, sglang):
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "eplb:50551")
     monkeypatch.setattr(sys.modules["sglang.version"], "__version__", "0.6.1")
     with pytest.raises(SystemExit, match=r"SGLang 0\.6\.1.*0\.5\.23"):
@@ -67,7 +67,7 @@ def test_sglang_keeps_its_host_for_models_that_are_not_balanced(sglang, enabled,
     assert len(calls) == 1
 
 
-def test_a_hook_that_was_not_applied_ends_the_engine(sglang):
+def test_a_hook_that_was_not_applied_stops_the_engine(sglang):
     sglang.registry._patched = {*hooks.AROUND}
     runner = SimpleNamespace(is_draft_worker=False)
     with pytest.raises(UnsupportedEngineError, match=r"ModelRunner\.forward"):

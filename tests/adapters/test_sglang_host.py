@@ -151,7 +151,7 @@ def count_own_slots():
     assert host._heat.sources_LWE is None
 
 
-def test_counts_of_only_this_rank_s_slots_are_used_unchanged():
+def test_counts_of_only_the_ranks_own_slots_are_used_unchanged():
     run_ranks(fakes.RANKS, count_own_slots)
 
 
@@ -247,7 +247,7 @@ def test_a_model_that_cannot_be_balanced_is_rejected(change, message):
         host.start(metadata, recorder, 0, None)
 
 
-def test_methods_of_sglang_s_own_manager_do_nothing_or_raise():
+def test_methods_of_sglangs_own_manager_do_nothing_or_raise():
     host = SglangHost(fakes.runner(0), options("dynamic"))
     host.on_forward_pass_end()
     for call in (host.rebalance, host.reset_generator, host.enable_rebalance):

@@ -165,7 +165,7 @@ def test_a_kernel_runs_without_the_exchange_between_ranks(monkeypatch):
     assert vllm_experts.local_experts(experts, SLOTS, torch.device("cpu")) is None
 
 
-def test_vllm_s_layers_are_calls_before_the_ranks_meet(monkeypatch):
+def test_vllm_layers_are_tried_before_the_ranks_meet(monkeypatch):
     state = vllm_fakes.model_state(0)
     for index, layer in enumerate(state.model.moe_layers):
         experts = Experts()
@@ -186,7 +186,7 @@ class StandardDispatcher:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_sglang_s_layers_are_run_trial(keeps, monkeypatch):
+def test_sglang_layers_pass_only_if_their_weights_move(keeps, monkeypatch):
     modules = {
         "token_dispatcher.standard": {"StandardDispatchOutput": lambda x, _, choice: (x, choice)},
         "topk": {"StandardTopKOutput": lambda weights, ids, _: (weights, ids)},

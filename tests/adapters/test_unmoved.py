@@ -124,7 +124,7 @@ HOMES = {
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_tensor_with_a_value_per_expert_is_found_in_every_home(home):
+def test_a_tensor_with_a_value_per_expert_is_found_in_every_container(home):
     layer = module()
     HOMES[home](layer, per_expert())
     with pytest.raises(UnsupportedEngineError, match=r"per expert.*stay behind"):
@@ -273,7 +273,7 @@ def test_a_search_that_reaches_its_limit_is_logged(monkeypatch, caplog):
     assert "ended early, at kept" in caplog.text
 
 
-def test_a_search_that_reaches_its_depth_continues_elsewhere(monkeypatch):
+def test_a_search_at_its_maximum_depth_continues_elsewhere(monkeypatch):
     layer = module()
     inner = [per_expert()]
     for _ in range(reachable.MAX_DEPTH + 1):

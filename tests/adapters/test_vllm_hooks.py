@@ -164,7 +164,7 @@ def test_every_pass_except_profiling_is_a_step_and_clears_the_counts(state):
     assert bool(state.should_record_tensor)
 
 
-def test_vllm_s_own_rearrangement_is_disabled(state):
+def test_vllms_own_rearrangement_is_disabled(state):
     state.start_async_loop()
     with pytest.raises(RuntimeError, match="elastic expert parallelism is not supported"):
         state.rearrange()

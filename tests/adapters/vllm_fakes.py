@@ -114,7 +114,7 @@ VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNE
 
 
 def modules(monkeypatch, vllm=VLLM, **named):
-    """``vllm``, and other modules by their full names, with what is in each."""
+    """Install a fake ``vllm`` and other fake modules; ``named`` maps full names to the modules' attributes."""
     put_modules(monkeypatch, {"vllm": vllm, **named})
 
 

@@ -21,7 +21,7 @@ from worker_agent.swap.transfer import ByteBudget
 
 
 class FailAt:
-    """Raise a ``MemoryError`` at the agent's line with this number in order of execution."""
+    """Raise a ``MemoryError`` at the n-th line of the agent's code to be executed; n is ``number``."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -164,7 +164,7 @@ def _restore_error(fails: bool) -> str:
     return "restored"
 
 
-def test_a_host_learns_that_its_experts_were_not_restore_error() -> None:
+def test_a_host_learns_that_its_experts_were_not_restored() -> None:
     assert run_ranks(1, _restore_error, False) == ["restored"]
     (reported,) = run_ranks(1, _restore_error, True)
     assert reported.startswith("TypeError")

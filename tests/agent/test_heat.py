@@ -27,7 +27,7 @@ def _steps_of(segments: list[HeatReport]) -> list[int]:
 
 
 @given(cuts=st.sets(st.integers(1, 40)), segment_steps=st.integers(1, ROWS), warm_up=st.integers(0, 20))
-def test_every_step_is_reported_once_and_in_order_for_any_cuts(cuts, segment_steps, warm_up) -> None:
+def test_every_step_is_reported_once_and_in_order_for_any_report_length(cuts, segment_steps, warm_up) -> None:
     layers = [CountingLayer(), CountingLayer()]
     for layer in layers:
         for _ in range(warm_up):

@@ -66,7 +66,7 @@ def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
 
 
 def _leave_early(how: str, early_step: int) -> dict[str, Any]:
-    """Let rank 1 close or leave the votes at this step; a plan is under way since step 1."""
+    """Let rank 1 close or leave the votes at this step; a plan is in progress since step 1."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.02)
 
@@ -94,7 +94,7 @@ def test_a_rank_that_leaves_during_a_commit_agrees_with_its_peers(how: str, step
 
 
 def _all_close_one_after_the_other(order: list[int]) -> None:
-    """Close the ranks in this order during a vote that commits a layer; each process ends after its close."""
+    """Close the ranks in this order during a vote that commits a layer; each process exits after its close."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=4)
     live.drive(agent, layers, still, 8 + 1, live.offering(agent, {0: {0: live.target()}}, pause=0.05))
     time.sleep(0.5 * order.index(agent.identity.rank))

@@ -1,4 +1,4 @@
-"""All ranks end if a device table differs from the installed layout, even if a commit has overwritten it since."""
+"""All ranks stop if a device table differs from the installed layout, even if a commit has overwritten it since."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _serve_a_corrupt_table(commits: bool) -> tuple[str, int]:
     return "served on", agent.installed.epoch
 
 
-def test_a_corrupt_table_ends_all_ranks() -> None:
+def test_a_corrupt_table_stops_all_ranks() -> None:
     for reported, _ in run_ranks(live.RANKS, _serve_a_corrupt_table, False):
         assert reported.startswith("rank 1: layer 0: log2phy of expert")
 
 
-def test_a_corrupt_table_ends_all_ranks_even_after_a_commit() -> None:
+def test_a_corrupt_table_stops_all_ranks_even_after_a_commit() -> None:
     for reported, epoch in run_ranks(live.RANKS, _serve_a_corrupt_table, True):
         assert reported.startswith("rank 1: layer 0: log2phy of expert")
         assert epoch == 1

@@ -109,7 +109,7 @@ def test_hello_after_a_reconnect_has_the_current_layout_and_the_highest_term() -
         scene.hear("hello")
         scene.service.leader_term = 5
         scene.service.to_say.put(None)
-        # The switch does not know term 7 yet, because the model has made no step.
+        # The switch does not know term 7 yet, because the model has not run a step.
         assert scene.hear("hello").highest_term == 7
         scene.highest_term = 9
         scene.installed = scene.installed.with_layer(0, LINEAR.phy2log_LRS[0], scene.installed.log2phy_LE[0])
@@ -206,7 +206,7 @@ class RejectingService(FakeService):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_of_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
+def test_the_reason_for_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
     # A large Hello is still being sent when the rejection arrives.

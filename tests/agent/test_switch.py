@@ -210,7 +210,7 @@ def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("times", [1, 10**9])
-def test_an_error_of_the_agent_pauses_balancing_but_not_the_model(times) -> None:
+def test_an_agent_error_pauses_balancing_but_not_the_model(times) -> None:
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["errors"]

@@ -79,7 +79,7 @@ class Target:
         """Return a rank whose stream has not sent anything yet."""
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
-    async def turned_away(self, token: str = "") -> grpc.StatusCode:
+    async def status_of_silent_stream(self, token: str = "") -> grpc.StatusCode:
         """Return the status with which a stream that sends nothing is rejected. A read on it would wait forever."""
         code, _ = await self.rank(token=token).refusal()
         return code
@@ -106,7 +106,7 @@ class Target:
                 if (await self.status(name)).steps_received >= before + 16:
                     return
                 await asyncio.sleep(0.05)
-            raise AssertionError("honest ranks' heat arrives no more")
+            raise AssertionError("heat from honest ranks no longer arrives")
 
     async def status(self, name: str = "decode", token: str = "") -> operator_pb2.DeploymentStatus:
         """Return the status that operators see."""

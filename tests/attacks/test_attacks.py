@@ -38,18 +38,18 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 def table() -> Iterator[list[tuple[Attempt, str]]]:
     rows: list[tuple[Attempt, str]] = []
     yield rows
-    print("\n\n| attempt | service | proves that | came of it |\n|---|---|---|---|")
+    print("\n\n| attempt | service | proves that | outcome |\n|---|---|---|---|")
     for attempt, outcome in rows:
         service = "locked" if attempt.locked else "open"
         print(f"| {attempt.name} | {service} | {attempt.proves} | {outcome} |")
 
 
-def test_there_are_enough() -> None:
+def test_at_least_50_attempts_have_distinct_names() -> None:
     assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 50
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
-async def test_it_is_refused_or_bounded(
+async def test_an_attempt_is_rejected_or_its_cost_is_bounded(
     attempt: Attempt, services: Services, table: list[tuple[Attempt, str]]
 ) -> None:
     service = services[attempt.locked]

@@ -17,7 +17,7 @@ from eplb_lab.bench.scoring import even_par, realised_par, stepwise_par
 from eplb_service.cli import main
 from eplb_service.io.synthetic import synthetic_heat
 from eplb_service.replay.moves import arrivals
-from tests.cli.published import held
+from tests.cli.published import checked_document
 
 
 @dataclass
@@ -103,7 +103,7 @@ def test_built_in_policies_are_compared_on_a_trace(trace: Path, capsys: pytest.C
     shape = ["--ranks", "4", "--redundant", "4", "--window", "20"]
     arguments = ["bench", "--heat", str(trace), *shape, "--peers", "none"]
     assert main.run([*arguments, "--json"]) == 0
-    reported = held("bench", capsys.readouterr().out)
+    reported = checked_document("bench", capsys.readouterr().out)
     assert list(reported["policies"]) == ["left alone", "flashlb (ours)", "deepseek (ours)"]
     alone, flashlb, deepseek = reported["policies"].values()
     assert flashlb["par_realised"] < alone["par_realised"]
@@ -116,7 +116,7 @@ def test_built_in_policies_are_compared_on_a_trace(trace: Path, capsys: pytest.C
 def test_the_shipped_recording_is_compared_without_options(capsys: pytest.CaptureFixture[str]) -> None:
     shipped = Path(__file__).parents[2] / "docs" / "examples" / "byte_moe_decoding.npz"
     assert main.run(["bench", "--heat", str(shipped), "--ranks", "8", "--peers", "none", "--json"]) == 0
-    reported = held("bench", capsys.readouterr().out)
+    reported = checked_document("bench", capsys.readouterr().out)
     assert (reported["window_steps"], reported["decisions"], reported["failures"]) == (64, 3, [])
     alone, flashlb, deepseek = (policy["par_realised"] for policy in reported["policies"].values())
     assert reported["noise_floor"] < flashlb < alone

@@ -77,7 +77,7 @@ def test_ratios_match_the_slow_twins(seed: int) -> None:
     np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE, mix_RLE), realised, rtol=0.03)
 
 
-def test_tokens_by_source_follow_their_source_s_table() -> None:
+def test_tokens_by_source_follow_the_table_of_their_source() -> None:
     generator = np.random.default_rng(0)
     table_RE = generator.integers(0, 12, (4, 7)).astype(np.int32)
     source_TRE = generator.integers(0, 9, (3, 4, 7))

@@ -29,7 +29,7 @@ class Records:
         return Decision(moved, None, None, 1, 0.5, 0.5)
 
 
-def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decision() -> None:
+def test_peers_that_decide_at_our_interval_get_full_windows() -> None:
     heat_TLE = np.random.default_rng(0).integers(1, 9, (24, 1, 4))
     scenario = Scenario("drawn", heat_TLE, 2, 2, 8)
     contest = Records()
@@ -44,12 +44,12 @@ def test_peers_asked_as_often_see_whole_windows_and_serve_until_the_next_decisio
 
 
 @pytest.mark.parametrize(("decisions", "interval"), [(50, 28), (11, None), (0, None)])
-def test_the_interval_is_that_of_our_decisions(decisions: int, interval: int | None) -> None:
+def test_peers_use_the_mean_interval_of_our_decisions(decisions: int, interval: int | None) -> None:
     scenario = Scenario("drawn", np.ones((1664, 1, 4), dtype=np.int32), 2, 2, 128)
     assert interval_of(scenario, [Row("ours", 1.0, 0.0, decisions, 0.0)]) == interval
 
 
-def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
+def test_untuned_heat_drifts_at_a_constant_number_of_tokens() -> None:
     scenarios = list(untuned(0, 1))
     assert [scenario.name for scenario in scenarios] == [f"{kind} (untuned)" for kind in UNTUNED]
     for scenario in scenarios:
@@ -59,7 +59,7 @@ def test_untuned_heat_keeps_its_tokens_and_moves() -> None:
         assert np.corrcoef(first_E, last_E)[0, 1] < 0.9
 
 
-def test_the_shipped_recording_is_a_row() -> None:
+def test_the_shipped_recording_has_three_decisions() -> None:
     scenario = shipped()
     assert (scenario.heat_TLE.shape, scenario.decisions) == ((256, 4, 32), 3)
 

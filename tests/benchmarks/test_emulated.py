@@ -12,7 +12,7 @@ from eplb_core.planner.settings import POLICIES
 from tests.demo.scored_board import scored_board
 
 
-def test_the_agents_time_counts_for_the_balanced_model_alone() -> None:
+def test_the_agents_time_counts_only_for_the_balanced_model() -> None:
     board = scored_board()
     live = _figures(board, "live")
     still = _figures(board, "still")

@@ -32,7 +32,7 @@ def _burn() -> None:
         pass
 
 
-def test_holds_are_counted_by_cpu_and_named() -> None:
+def test_holds_of_the_event_loop_are_measured_in_cpu_time_and_named() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(_burn)
@@ -46,7 +46,7 @@ def test_holds_are_counted_by_cpu_and_named() -> None:
     assert 4 * LONG_SECONDS < holds.cpu < 10 * LONG_SECONDS
 
 
-def test_a_processor_that_stands_still_is_no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_is_not_scheduled_does_not_count_as_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock jumps while the thread does nothing, as on Linux when a virtual processor is not scheduled."""
     jumped = 0.0
     thread_time = time.thread_time
@@ -66,7 +66,7 @@ def test_a_processor_that_stands_still_is_no_hold(monkeypatch: pytest.MonkeyPatc
     assert holds.cpu < LONG_SECONDS
 
 
-def test_what_ranks_send_is_what_a_service_takes() -> None:
+def test_the_service_accepts_the_reports_of_simulated_ranks() -> None:
     scale = Scale(ranks=8, layers=3, experts=16)
     expected_LS = expected_tokens(scale, scale.placement(), 2)
     reports = [drawn_report(scale, 2, 4, expected_LS, variant) for variant in range(4)]
@@ -119,7 +119,7 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
         ),
     ],
 )
-def test_targets_are_met_or_missed(found: dict[str, Any], missed: set[str]) -> None:
+def test_figures_beyond_their_limits_miss_their_targets(found: dict[str, Any], missed: set[str]) -> None:
     judged = verdicts_of(measured(**found))
     assert {name for name, met in judged.items() if not met} == missed
 
@@ -138,7 +138,7 @@ def test_a_run_that_misses_a_target_exits_with_1(
 
 
 @pytest.mark.slow
-def test_a_small_deployment_is_held_with_nothing_lost() -> None:
+def test_the_service_keeps_up_with_a_small_deployment_without_loss() -> None:
     load = Load(Scale(ranks=8, layers=4, experts=16), 20, report_steps=4, switch_steps=4, interval=32)
     found = measure(load, seconds=4, processes=2, plan=True)
     assert found.lost_steps == found.dropped_steps == 0
@@ -149,7 +149,7 @@ def test_a_small_deployment_is_held_with_nothing_lost() -> None:
     assert found.switched > 0 == found.switched % load.scale.ranks
 
 
-def test_whoever_was_started_hears_that_the_measuring_process_is_gone() -> None:
+def test_a_child_process_notices_the_end_of_the_measuring_process() -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.send("tally")
     ours.close()

@@ -26,7 +26,7 @@ from tests.placement.drawn import dealt_one_by_one
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_loads_are_those_of_dealing_token_by_token(width: int) -> None:
+def test_loads_equal_those_of_dealing_token_by_token(width: int) -> None:
     generator = np.random.default_rng(width)
     placement = Placement.linear(1, 4, 3, 2)
     table_RED = with_entries(placement.default_log2phy(width), 3)[:, 0]
@@ -36,7 +36,7 @@ def test_loads_are_those_of_dealing_token_by_token(width: int) -> None:
     np.testing.assert_array_equal(found_TR, expected_TR)
 
 
-def test_every_table_is_scored_on_the_windows_that_follow() -> None:
+def test_every_table_is_scored_on_the_following_windows() -> None:
     generator = np.random.default_rng(0)
     heat_TLE = generator.multinomial(64, generator.dirichlet(np.full(6, 0.5)), (12, 1))
     scenario = Scenario("small", heat_TLE, 4, 2, 4)
@@ -47,7 +47,7 @@ def test_every_table_is_scored_on_the_windows_that_follow() -> None:
     assert all(len(ratios) == 2 and min(ratios) >= 1.0 for ratios in found.values())
 
 
-def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: Path) -> None:
+def test_every_recorded_choice_belongs_to_the_rank_of_its_request(tmp_path: Path) -> None:
     # Requests of 2, 3, 1 and 2 tokens, two at a time. The third request replaces the first, and so on.
     bounds = np.array([0, 2, 5, 6, 8])
     ranks = 2
@@ -71,12 +71,12 @@ def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: P
 
 
 @pytest.mark.parametrize(("even", "stepwise", "met"), [(1.11, 1.04, True), (1.12, 1.05, False)])
-def test_drawn_steps_are_held_to_their_targets(even: float, stepwise: float, met: bool) -> None:
+def test_ratios_of_drawn_steps_meet_or_miss_their_targets(even: float, stepwise: float, met: bool) -> None:
     rows = [{"placement": name, EVEN_SHARES: even, STEPWISE: stepwise} for name in (FOR_EVEN, FOR_STEPS)]
     assert [target.met for target in of_drawn("steps", rows)] == [met, met]
 
 
-def test_one_step_that_ends_further_than_a_token_above_misses_the_target_of_its_kind() -> None:
+def test_one_step_more_than_a_token_above_the_optimum_misses_its_target() -> None:
     found = [
         Exactness(4, 2, 256, "drawn", [0.5, 1.0]),
         Exactness(4, 2, 1024, "drawn", [0.0, 1.5]),

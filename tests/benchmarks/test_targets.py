@@ -55,14 +55,14 @@ def few_slots(*next_windows: float) -> list[dict[str, Any]]:
     return [*ours, cell(UNANNEALED, 0, 1.45, 1.5), cell(UNANNEALED, 1, 1.45, 1.5)]
 
 
-def test_a_cell_fails_by_its_worst_seed() -> None:
+def test_a_cell_is_judged_by_its_worst_seed() -> None:
     rows = [cell("ours", 1, 1.10, 1.1), cell("FlashLB", 1, 1.11, 1.1)]
     assert compared_cells(rows)[0].failings == ()
     rows += [cell("ours", 2, 1.114, 1.1), cell("FlashLB", 2, 1.11, 1.1)]
     assert compared_cells(rows)[0].failings == ("in sample by 0.0010",)
 
 
-def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
+def test_times_are_compared_by_the_sum_of_each_kinds_minimum() -> None:
     rows = [
         {"shape": SHAPE, "kind": kind, "policy": policy, "cpu_seconds": seconds}
         for policy, kind, seconds in (
@@ -97,12 +97,14 @@ def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
         ("few_slots", few_slots(1.51, 1.53), [False]),
     ],
 )
-def test_a_target_is_met_or_missed(name: str, rows: list[dict[str, Any]], met: list[bool]) -> None:
+def test_a_target_is_met_up_to_its_limit_and_missed_beyond_it(
+    name: str, rows: list[dict[str, Any]], met: list[bool]
+) -> None:
     assert [target.met for target in targets({name: rows})] == met
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heat_is_a_function_of_its_seed_and_every_step_has_all_its_tokens(kind: str) -> None:
+def test_heat_depends_on_its_seed_and_every_step_has_all_tokens(kind: str) -> None:
     heat_TLE, same_TLE, other_TLE = (generate(kind, 4, 16, 50, seed, 1000, choices=4) for seed in (3, 3, 4))
     np.testing.assert_array_equal(heat_TLE, same_TLE)
     assert (heat_TLE != other_TLE).any()

@@ -13,7 +13,7 @@ from eplb_service.io.synthetic import synthetic_heat
 from tests.cost.curves import FUSED, H200, plain_rank_us
 
 
-def test_the_scorer_times_each_step_by_the_definition():
+def test_the_scored_time_of_each_step_matches_the_definition():
     heat_TLE = synthetic_heat("static", 3, 2, 8, tokens=64, top_k=2)
     placement = Placement.linear(2, 8, 4, 3)
     tables_RLE = placement.default_log2phy()
@@ -27,7 +27,7 @@ def test_the_scorer_times_each_step_by_the_definition():
         assert us_TL[step, layer] == pytest.approx(slowest)
 
 
-def test_every_cell_is_measured_and_on_its_window_none_is_slower_than_the_others():
+def test_placements_for_time_are_never_slower_on_their_planning_window():
     heat = CellHeat("static", 256, synthetic_heat("static", 96, 1, 32, tokens=256, top_k=4))
     found = list(cells(heat, (8, 64), H200))
     assert [(cell.ranks, cell.slots, cell.more) for cell in found] == [(8, 4, 0), (8, 5, 1), (8, 6, 2)]
@@ -51,7 +51,7 @@ SAME_W = np.array([8.0, 8.1, 8.0, 8.0, 8.1, 8.0])
         (5, [8.4, 8.5, 8.4], True),
     ],
 )
-def test_a_choice_is_right_unless_the_other_is_shown_to_be_faster_afterwards(slots, later_W, right):
+def test_a_choice_is_right_unless_an_alternative_later_proves_faster(slots, later_W, right):
     before_W = np.array([8.0, 8.1, 8.0, *later_W])
     others = {5: before_W, 4: SAME_W} if slots == 4 else {4: before_W, 5: SAME_W - [1, 1, 1, 0, 0, 0]}
     found = judged(HEAT, 8, dict(sorted(others.items())))
@@ -62,7 +62,7 @@ def cell_of(timed_next: float, balanced_next: float, seed: int, noise_next: floa
     return Cell("drift", 64, 8, 4, 0, 30.0, 20.0, 20.0, 30.0, balanced_next, timed_next, noise_next, seed)
 
 
-def test_one_seed_is_judged_by_its_steps():
+def test_the_error_of_one_seed_comes_from_its_steps():
     (found,) = compared([cell_of(20.5, 20.0, 0)])
     assert (found.slower, found.error, found.replicates) == pytest.approx((0.025, 0.005, 128))
     # Five standard errors are not chance among a hundred cells, but can be among a hundred million.
@@ -70,7 +70,7 @@ def test_one_seed_is_judged_by_its_steps():
     assert not found.is_shown(10**8)
 
 
-def test_several_seeds_are_judged_by_how_they_differ():
+def test_the_error_of_several_seeds_comes_from_their_differences():
     either_way = [cell_of(20.5, 20.0, 0), cell_of(19.5, 20.0, 1), cell_of(20.5, 20.0, 2)]
     (found,) = compared(either_way)
     assert found.slower == pytest.approx(0.025 / 3)
@@ -79,17 +79,17 @@ def test_several_seeds_are_judged_by_how_they_differ():
     assert found.is_shown(1)
     for seeds in (1, 3):
         (found,) = compared([cell_of(20.0, 20.0, seed, 0.0) for seed in range(seeds)])
-        assert not found.is_shown(1), "what takes the same is never slower"
+        assert not found.is_shown(1), "equal times are never slower"
 
 
-def test_every_window_is_decided_on_from_what_the_one_before_left():
+def test_each_window_is_decided_from_the_layout_of_the_previous_one():
     heat_TLE = synthetic_heat("static", 5 * WINDOW, 1, 32, tokens=256, top_k=4)
     found = list(named(CellHeat("static", 256, heat_TLE), (8, 64), H200))
     assert [(one.ranks, one.heat, one.tokens) for one in found] == [(8, "static", 256)]
     assert 4 <= found[0].slots <= 6
 
 
-def test_recorded_routing_is_drawn_into_steps(tmp_path):
+def test_steps_are_sampled_from_recorded_routing(tmp_path):
     routes = np.random.default_rng(0).integers(0, 16, (500, 3, 2)).astype(np.uint8)
     np.savez(tmp_path / "routes.npz", routes=routes, num_experts=16)
     heat = recorded(tmp_path / "routes.npz", tokens=32, layers=2, seed=0)

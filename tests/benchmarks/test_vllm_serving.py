@@ -79,7 +79,7 @@ def _server() -> Iterator[tuple[int, list[dict[str, object]]]]:
         server.shutdown()
 
 
-def test_a_stream_is_read_token_by_token_with_its_times() -> None:
+def test_a_stream_is_read_token_by_token_with_arrival_times() -> None:
     with _server() as (port, asked):
         answer = send(port, REQUEST)
     assert (bytes(answer.token_ids), answer.error) == (b"SELE", None)
@@ -97,21 +97,21 @@ def test_a_stream_is_read_token_by_token_with_its_times() -> None:
         ("abc", "3 of 4 tokens came"),
     ],
 )
-def test_a_failure_is_in_the_answer(prompt: str, message: str) -> None:
+def test_a_failed_request_is_reported_in_its_answer(prompt: str, message: str) -> None:
     with _server() as (port, _):
         answer = send(port, Request(0, "data", prompt, 4))
     assert answer.error == message
     assert "refused" in str(send(port, REQUEST).error), "the server is gone"
 
 
-def test_answers_come_in_the_order_of_the_requests() -> None:
+def test_answers_are_in_the_order_of_the_requests() -> None:
     requests = [Request(number, "data", f"{number:04}", 4) for number in range(20)]
     with _server() as (port, _):
         answers = send_all(port, requests, 5)
     assert [bytes(one.token_ids).decode() for one in answers] == [one.prompt for one in requests]
 
 
-def test_the_load_drifts_and_is_the_same_for_a_seed() -> None:
+def test_the_load_drifts_and_depends_only_on_its_seed() -> None:
     requests = drifting_requests(40, seed=1)
     assert requests == drifting_requests(40, seed=1)
     assert requests != drifting_requests(40, seed=2)
@@ -122,7 +122,7 @@ def test_the_load_drifts_and_is_the_same_for_a_seed() -> None:
     assert [parts[0].phase, parts[-1].phase] == ["european", "data"]
 
 
-def test_a_draw_that_rounding_decided_is_distinguished_from_a_wrong_answer() -> None:
+def test_a_token_decided_by_rounding_does_not_count_as_a_wrong_answer() -> None:
     pairs = [
         (answer_of("same"), answer_of("same", 1e-6)),
         (answer_of("same"), answer_of("sane", 1e-6)),
@@ -134,7 +134,7 @@ def test_a_draw_that_rounding_decided_is_distinguished_from_a_wrong_answer() -> 
     assert found == {"requests": 4, "identical": 1, "split_draws": 1, "different": 2}
 
 
-def test_differences_count_up_to_the_token_at_which_answers_part_and_no_further() -> None:
+def test_differences_count_only_until_the_answers_diverge() -> None:
     one = answer_of("abcd")
     other = answer_of("abXd")
     other.candidates[2]["a"] += 0.25
@@ -144,7 +144,7 @@ def test_differences_count_up_to_the_token_at_which_answers_part_and_no_further(
     assert compare([one], [other])["worst_difference"] == float("inf")
 
 
-def test_latency_is_that_of_answers_that_did_not_fail() -> None:
+def test_latency_excludes_failed_answers() -> None:
     found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
     assert [found[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx([100.0] * 3)
     assert np.isnan(latency([])["first_p50"])
@@ -160,7 +160,7 @@ def _served(**of_balanced: object) -> list[Round]:
     return rounds
 
 
-def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
+def test_a_successful_run_has_no_complaint() -> None:
     rounds = _served()
     found = figures(rounds, SWITCHED, PAR)
     assert complaint(found) is None
@@ -183,13 +183,13 @@ def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
         ({"text": "more"}, dict.fromkeys(SWITCHED, 0), "no layer was switched"),
     ],
 )
-def test_a_run_that_does_not_show_it_is_named(
+def test_an_unsuccessful_run_has_a_complaint_with_the_reason(
     of_balanced: dict[str, object], switched: dict[str, int], message: str
 ) -> None:
     assert message in str(complaint(figures(_served(**of_balanced), switched, PAR)))
 
 
-def test_an_interval_is_that_of_rounds_drawn_again() -> None:
+def test_intervals_come_from_a_bootstrap_over_rounds() -> None:
     """The machine is ten times as slow in one of three rounds.
 
     The balanced server takes twice as long in every round.
@@ -207,8 +207,8 @@ def test_an_interval_is_that_of_rounds_drawn_again() -> None:
     assert first["low"] < first["high"] == each["low"] == pytest.approx(2.0)
 
 
-def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -> None:
-    watched = Watched(None)  # type: ignore[arg-type]  # it is asked for nothing
+def test_par_before_and_after_the_first_switch_counts_each_window_once() -> None:
+    watched = Watched(None)  # type: ignore[arg-type]  # the service is not called
     assert np.isnan(watched.par()["before"])
     heard = (0, 0.0, 0), (8, 1.5, 0), (16, 1.4, 0), (24, 1.3, 1), (24, 1.3, 1), (32, 1.1, 2)
     for steps, par, switched in heard:
@@ -217,7 +217,7 @@ def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -
     assert "PAR 1.100" in watched.line
 
 
-def test_nothing_is_planned_until_balance_without_a_switch_was_seen() -> None:
+def test_planning_is_paused_until_the_par_before_any_switch_is_known() -> None:
     service = Mock()
     watched = Watched(service)
     with watched.left_alone():
@@ -229,7 +229,7 @@ def test_nothing_is_planned_until_balance_without_a_switch_was_seen() -> None:
     assert service.mock_calls[-1] == call.resume("byte-moe")
 
 
-def test_only_the_balanced_server_hears_of_the_service(
+def test_only_the_balanced_server_gets_the_address_of_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "elsewhere:1")

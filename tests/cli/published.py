@@ -87,7 +87,7 @@ OF_SERVICE = ("deployments", "status", "history", "rebalance")
 """Commands whose service response is printed field by field (``wire/document.py``)."""
 
 
-def held(command: str, printed: str) -> Any:
+def checked_document(command: str, printed: str) -> Any:
     """Return the document that a command printed, after checking its keys against ``KEYS``."""
     document = json.loads(printed)
     keys_by_path = dict(KEYS[command]) if command not in OF_SERVICE else {}

@@ -10,7 +10,7 @@ from eplb_core.cost.curve import write_curves
 from eplb_service.cli.advise import headline
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.cost.curves import H200
 
 
@@ -27,7 +27,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--out", out, "--json"
     )
     assert code == 0
-    reported = held("advise", printed)
+    reported = checked_document("advise", printed)
     assert reported == json.loads(out.read_text())
     assert reported["pays"] is True
     assert [option["setup"]["slots"] for option in reported["by_redundancy"]] == [4, 5]
@@ -44,7 +44,7 @@ def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, caps
     for phrase in ("MoE ms", "GB per rank", "move price", "(advised)", "Based on:", "H200"):
         assert phrase in out
     code, out, _ = eplb(capsys, "advise", *arguments, "--json")
-    reported = held("advise", out)
+    reported = checked_document("advise", out)
     assert {"name": "commit_ms", "value": "0.5 ms and a copy", "source": "assumed"} in reported["assumptions"]
     assert reported["chosen"]["moe_ms"] < reported["moe_ms_left_alone"] * 1.001
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30

@@ -7,7 +7,7 @@ import re
 from eplb_core.cost.curve import read_curve
 from eplb_service.cli import calibrate
 from eplb_service.cli.main import run
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.cost.curves import H200, plain_rank_us
 from tests.cost.kernel_tables import rows, table
 
@@ -30,7 +30,7 @@ def test_this_machines_kernel_is_timed_for_a_curve(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(calibrate, "_measured", _exact)
     out = tmp_path / "curve.json"
     assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out), "--json"]) == 0
-    printed = held("calibrate", capsys.readouterr().out)
+    printed = checked_document("calibrate", capsys.readouterr().out)
     assert printed["read_us"] == read_curve(str(out)).read_us
     assert printed["source"].startswith("calibrated: cpu")
 

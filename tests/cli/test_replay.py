@@ -9,7 +9,7 @@ import pytest
 from eplb_core.cost.curve import write_curves
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.cost.curves import H200
 
 LAYERS = 2
@@ -35,7 +35,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, "--out", out, "--json"
     )
     assert code == 0
-    reported = held("replay", printed)
+    reported = checked_document("replay", printed)
     assert reported == json.loads(out.read_text())
     assert list(reported["policies"]) == ["none", "deepseek", "flashlb"]
     assert reported["steps"] == 75
@@ -108,6 +108,6 @@ def test_a_cost_curve_adds_milliseconds(tmp_path, capsys):
     assert code == 0
     assert "MoE ms" in out
     assert "Based on: cost_curve 20 us" in out
-    reported = held("replay", replay(capsys, *arguments, "--json")[1])
+    reported = checked_document("replay", replay(capsys, *arguments, "--json")[1])
     assert reported["costs"]["curve"]["read_us"] == 11.6
     assert reported["policies"]["none, 4 slots"]["moe_ms"] > 0

@@ -13,7 +13,7 @@ from eplb_service import Placement
 from eplb_service.io.placement_file import read_placement
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb, refusal
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.cost.curves import H200
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
@@ -64,7 +64,7 @@ def test_the_written_placement_is_valid_and_has_the_printed_par(
         np.savez(trace, counts=counts_TLE, source=source_TRLE)
     code, printed, _ = solve(capsys, "--heat", trace, *SHAPE, *options, "--out", out, "--json")
     assert code == 0
-    reported = held("solve", printed)
+    reported = checked_document("solve", printed)
     with np.load(out) as file:
         placement = Placement(file["phy2log"], EXPERTS)
         tables = file["log2phy"]
@@ -128,7 +128,7 @@ def test_a_cost_curve_compares_a_stepwise_split_with_tables_net_of_its_cost(tmp_
     shown = " ".join(printed.split())
     code, printed, _ = solve(capsys, *arguments, "--json")
     assert code == 0
-    reported = held("solve", printed)
+    reported = checked_document("solve", printed)
     assert f"The stepwise split itself takes {reported['split_ms']:.3f} ms of a step," in shown
     assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
     with np.load(trace) as file, np.load(tmp_path / "a.npz") as solution:

@@ -10,7 +10,7 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.cli import sweep as command
-from tests.cli.published import held
+from tests.cli.published import checked_document
 
 TUESDAY = "[red]tuesday.npz"
 GRID = ("--redundant", "4,8", "--window", "32", "--interval", "16,32", "--policy", "flashlb")
@@ -46,8 +46,8 @@ def test_json_and_file_have_the_published_keys(capsys: pytest.CaptureFixture[str
     varied = ("--set", "move_price=auto,0.5", "--set", "seed=1,2", "--out", "found.json")
     code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, *varied, "--json", "--step-ms", "30")
     assert code == 0
-    document = held("sweep", printed)
-    assert held("sweep", Path("found.json").read_text()) == document
+    document = checked_document("sweep", printed)
+    assert checked_document("sweep", Path("found.json").read_text()) == document
     assert not document["interrupted"]
     rows = document["rows"]
     assert len(rows) == 2 * 4 * 2 * 2
@@ -74,6 +74,6 @@ def test_ctrl_c_shows_the_finished_results(
     monkeypatch.setattr(command, "_rows", stopped)
     code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, "--json")
     assert code == 130
-    document = held("sweep", printed)
+    document = checked_document("sweep", printed)
     assert document["interrupted"]
     assert len(document["rows"]) == 1

@@ -9,7 +9,7 @@ from eplb_core.placement import Placement, par
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import eplb
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.planner.drawn import rank_loads
 
 HEAT_TLE = synthetic_heat("phased", 100, 3, 16, tokens=256, top_k=2, seed=1)
@@ -29,7 +29,7 @@ def test_info_prints_the_facts_of_a_trace(path, capsys):
     code, out, err = trace(capsys, "info", path)
     assert (code, err) == (0, "")
     assert "numpy .npz, tokens by logical expert" in out
-    reported = held("trace info", trace(capsys, "info", path, "--json")[1])
+    reported = checked_document("trace info", trace(capsys, "info", path, "--json")[1])
     names = ("steps", "layers", "experts", "first_step", "last_step")
     assert [reported[name] for name in names] == [100, 3, 16, 0, 99]
 
@@ -39,7 +39,7 @@ def test_stats_agree_with_the_heat(path, capsys):
     assert code == 0
     assert "PAR" in out
     printed = trace(capsys, "stats", path, "--ranks", 4, "--window", 25, "--json")[1]
-    reported = held("trace stats", printed)
+    reported = checked_document("trace stats", printed)
     total_LE = HEAT_TLE.sum(axis=0)
     share_LE = total_LE / total_LE.sum(axis=1, keepdims=True)
     linear = Placement.linear(3, 16, 4, 4)
@@ -70,11 +70,11 @@ def test_a_trace_is_converted_and_sliced(tmp_path, path, capsys):
     sliced = trace(
         capsys, "slice", native, "--steps", "20:", "--layers", "1:2", "--out", slice_path, "--json"
     )
-    assert held("trace slice", sliced[1])["steps"] == 80
+    assert checked_document("trace slice", sliced[1])["steps"] == 80
     assert np.array_equal(read_heat(slice_path), HEAT_TLE[20:, 1:2])
 
 
-def test_sliced_layers_keep_their_model_numbers(tmp_path, path, capsys):
+def test_sliced_layers_keep_their_layer_numbers(tmp_path, path, capsys):
     a, b, c = (tmp_path / f"{name}.zarr" for name in "abc")
     for source, layers, out, numbers in ((path, "1:3", a, (1, 2)), (a, "1:", b, (2,)), (path, ":2", c, ())):
         assert trace(capsys, "slice", source, "--layers", layers, "--out", out)[0] == 0

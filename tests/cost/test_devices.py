@@ -62,7 +62,7 @@ def test_unknown_names_are_rejected_with_the_supported_ones(gpu: str, model: str
         ("", None),
     ],
 )
-def test_the_knee_follows_from_the_device_s_name_in_torch(device: str, knee: int | None) -> None:
+def test_the_knee_follows_from_the_device_name_in_torch(device: str, knee: int | None) -> None:
     tokens = knee_tokens(device, model_shape("deepseek-v3").bytes_per_expert)
     assert (None if tokens is None else round(tokens)) == knee
 

@@ -13,7 +13,7 @@ from tests.cost.curves import FUSED, H200
 from tests.cost.kernel_tables import rows, table
 
 
-def test_rows_with_evenly_spread_tokens_give_the_kernel_s_curve(tmp_path):
+def test_rows_with_evenly_spread_tokens_give_the_curve_of_the_kernel(tmp_path):
     skewed = rows(H200, distribution="power_law_1.2", scale=9)
     curve = curve_from_table(table(tmp_path / "moe.parquet", rows(H200), skewed), "decode")
     assert curve.rank_us([1] * 8) == pytest.approx(H200.rank_us([1] * 8), rel=0.02)

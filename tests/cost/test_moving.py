@@ -127,5 +127,5 @@ def test_one_outlier_does_not_move_the_median(typical: float, wild: float, typic
 
 
 @pytest.mark.parametrize("freedom", [3, 4, 7, 30, 1000])
-def test_the_quantile_of_student_s_t_matches_scipy(freedom):
+def test_the_quantile_of_students_t_matches_scipy(freedom):
     assert student_t_975(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=2e-3)

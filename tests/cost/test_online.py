@@ -25,7 +25,7 @@ def steps(curve: CostCurve, noise: float, seed: int = 0, count: int = 160, each:
 
 
 @pytest.mark.parametrize("each", [0.05, 0.2])
-def test_the_curve_behind_the_steps_is_recovered_despite_other_work_that_grows_with_the_batch(each):
+def test_the_curve_is_recovered_despite_other_work_that_grows_with_the_batch(each):
     fitted = fit_online(*steps(H200, noise=0.0, each=each))
     assert fitted.curve.slope_us == pytest.approx(H200.slope_us, rel=0.1)
     assert fitted.curve.read_us == pytest.approx(H200.read_us, rel=0.1)

@@ -19,28 +19,28 @@ TOP_K = 4
 REQUEST_STEPS = 96
 """After this number of steps in a phase, all requests of the previous phase have ended."""
 
-Held = dict[str, npt.NDArray[np.generic]]
+Recording = dict[str, npt.NDArray[np.generic]]
 
 
 @pytest.fixture(scope="module")
-def held() -> Held:
+def recording() -> Recording:
     with np.load(RECORDED) as file:
         return {name: file[name].astype(np.int64) for name in ("counts", "source", "phase", "requests")}
 
 
-def test_every_choice_of_every_request_is_counted_once(held: Held) -> None:
-    assert (held["source"].sum(axis=3) == REQUESTS * TOP_K).all()
-    np.testing.assert_array_equal(held["source"].sum(axis=1), held["counts"])
-    assert (held["requests"].sum(axis=2) == REQUESTS).all()
+def test_every_choice_of_every_request_is_counted_once(recording: Recording) -> None:
+    assert (recording["source"].sum(axis=3) == REQUESTS * TOP_K).all()
+    np.testing.assert_array_equal(recording["source"].sum(axis=1), recording["counts"])
+    assert (recording["requests"].sum(axis=2) == REQUESTS).all()
 
 
-def test_it_is_a_trace_that_every_command_reads(held: Held) -> None:
+def test_the_recording_opens_as_a_trace(recording: Recording) -> None:
     trace = open_trace(RECORDED)
-    np.testing.assert_array_equal(trace.heat(0, trace.steps), held["counts"])
+    np.testing.assert_array_equal(trace.heat(0, trace.steps), recording["counts"])
 
 
-def test_heat_differs_more_between_domains_than_within_one(held: Held) -> None:
-    settled = [held["counts"][held["phase"] == phase][REQUEST_STEPS:] for phase in range(4)]
+def test_heat_differs_more_between_domains_than_within_one(recording: Recording) -> None:
+    settled = [recording["counts"][recording["phase"] == phase][REQUEST_STEPS:] for phase in range(4)]
     halves = [[part_TLE.sum(axis=0) for part_TLE in np.array_split(phase_TLE, 2)] for phase_TLE in settled]
     shares_2PLE = np.array(halves).swapaxes(0, 1) / np.array(halves).sum(axis=3, keepdims=True).swapaxes(0, 1)
 
@@ -53,7 +53,7 @@ def test_heat_differs_more_between_domains_than_within_one(held: Held) -> None:
     assert min(moved(one, other) for one, other in combinations(late_PLE, 2)) > 0.15
 
 
-def test_a_placement_for_one_domain_serves_it_well(held: Held) -> None:
-    data_TLE = held["counts"][held["phase"] == 3][REQUEST_STEPS:]
+def test_a_placement_solved_for_one_domain_balances_it(recording: Recording) -> None:
+    data_TLE = recording["counts"][recording["phase"] == 3][REQUEST_STEPS:]
     solved = solve(data_TLE, RANKS, slots=10)
     assert solved.par_after < 1.15 < 1.4 < solved.par_before

@@ -54,11 +54,11 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
         ({"layers_switched": 0}, "no layer was switched"),
     ],
 )
-def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], message: str) -> None:
+def test_an_unsuccessful_run_states_the_reason(changes: dict[str, Any], message: str) -> None:
     assert message in str(complaint(scored_board(**changes), STAGE))
 
 
-def test_grouped_experts_have_nothing_to_switch() -> None:
+def test_a_run_with_grouped_experts_needs_no_switch() -> None:
     grouped = replace(STAGE, dispatcher="moge")
     assert complaint(scored_board(layers_switched=0), grouped) is None
     assert "outputs differ" in str(complaint(scored_board(worst_difference=0.5), grouped))

@@ -173,7 +173,7 @@ def test_a_row_matches_the_adapters_behaviour(
     engine, _, use = row
     assert ROWS[row] in STATES
     probes = PROBES.get((engine, use), [])
-    assert probes or ROWS[row] != "refused", "nothing asks the adapter"
+    assert probes or ROWS[row] != "refused", "no probe calls the adapter"
     for probe in probes:
         with monkeypatch.context() as patch:
             if ROWS[row] == "refused":

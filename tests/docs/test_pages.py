@@ -28,7 +28,7 @@ def listed_paths():
     return paths
 
 
-def test_the_paths_of_the_architecture_exist():
+def test_the_paths_on_the_architecture_page_exist():
     paths = listed_paths()
     assert len(paths) > 30
     assert [path for path in paths if not (ROOT / path).exists()] == []

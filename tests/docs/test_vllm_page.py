@@ -52,7 +52,7 @@ def test_service_doctor_and_operator_commands_of_the_page_work(shell):
             output = run("sh operator")[1].lower().replace(" ", "_")
             if "not_found" in output or "no_deployment" in output:
                 break
-            assert service.poll() is None, "the service has ended"
+            assert service.poll() is None, "the service has exited"
             time.sleep(1)
         status, findings = run("sh rank")
     finally:

@@ -19,7 +19,7 @@ from worker_agent.swap import staging
 from worker_agent.swap.transfer import TransferWorker
 
 
-def wrong_bytes():
+def corrupt_a_byte():
     copy_into = staging.copy_into
 
     def copy_wrongly(layer, staged, *rest):
@@ -31,11 +31,11 @@ def wrong_bytes():
     TransferWorker.check = lambda *_: None
 
 
-def graph_that_reads_old_memory():
+def graph_with_stale_memory():
     round_trip._captured_table = lambda layer: lambda: [0] * len(layer.log2phy)
 
 
-def examined(fault):
+def examine_with(fault):
     fault()
     return round_trip.examine(dist.group.WORLD, torch.device("cpu"), 4096)
 
@@ -44,14 +44,14 @@ def examined(fault):
     ("fault", "found"),
     [
         (dict, [("experts there and back", OK), ("captured graph", SKIPPED)]),
-        (wrong_bytes, [("experts arrive", FAILED)]),
-        (graph_that_reads_old_memory, [("captured graph", FAILED)]),
+        (corrupt_a_byte, [("experts arrive", FAILED)]),
+        (graph_with_stale_memory, [("captured graph", FAILED)]),
     ],
-    ids=["healthy", "a wrong byte", "a graph that does not see the table"],
+    ids=["healthy", "a corrupt byte", "a graph that reads stale memory"],
 )
-def test_experts_go_there_and_come_back_or_the_fault_is_found(fault, found):
+def test_experts_survive_the_round_trip_or_the_fault_is_reported(fault, found):
     met = [("ranks meet", OK)]
-    for findings in run_ranks(2, examined, fault):
+    for findings in run_ranks(2, examine_with, fault):
         assert [(finding.name, finding.verdict) for finding in findings] == met + found
 
 
@@ -76,7 +76,7 @@ def installed(monkeypatch):
     return types.SimpleNamespace(engine=engine, adapter=adapter, patch=monkeypatch)
 
 
-def test_a_sound_installation_is_fine(installed):
+def test_a_healthy_installation_passes_every_check(installed):
     installed.patch.setenv("VLLM_PLUGINS", "other,eplb_agent")
     findings = list(doctor.environment())
     assert {finding.verdict for finding in findings} == {OK}
@@ -85,14 +85,14 @@ def test_a_sound_installation_is_fine(installed):
 
 
 def variables(**named):
-    def set_them(installed):
+    def set_variables(installed):
         for name, value in named.items():
             installed.patch.setenv(name, value)
 
-    return set_them
+    return set_variables
 
 
-def no_service_named(installed):
+def service_not_set(installed):
     installed.patch.delenv("EPLB_AGENT_SERVICE")
 
 
@@ -100,23 +100,23 @@ def service_is_down(installed):
     installed.patch.setattr(doctor.grpc, "channel_ready_future", REAL_FUTURE)
 
 
-def another_release(installed):
+def unknown_release(installed):
     installed.engine.__version__ = "2.0"
 
 
-def another_release_allowed(installed):
-    another_release(installed)
+def unknown_release_allowed(installed):
+    unknown_release(installed)
     installed.patch.setenv("EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE", "1")
 
 
-def engine_breaks(installed):
+def engine_import_fails(installed):
     def breaks(_):
         raise ImportError("libcudart.so.13: no such file")
 
     installed.adapter.check_release = breaks
 
 
-def agent_is_elsewhere(installed):
+def agent_not_installed(installed):
     installed.patch.setattr(doctor.metadata, "entry_points", lambda **_: ())
 
 
@@ -128,9 +128,9 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
     [
         (variables(VLLM_PLUGINS="other"), "plugin", "VLLM_PLUGINS=other leaves eplb_agent out"),
         (variables(VLLM_PLUGINS=""), "plugin", "leaves eplb_agent out"),
-        (agent_is_elsewhere, "plugin", "no entry point eplb_agent is installed"),
+        (agent_not_installed, "plugin", "no entry point eplb_agent is installed"),
         (variables(EPLB_AGENT_DEPLOYMNT="a"), "variables", "no effect; did you mean EPLB_AGENT_DEPLOYMENT?"),
-        (no_service_named, "service", "an installed agent does nothing"),
+        (service_not_set, "service", "an installed agent does nothing"),
         (variables(EPLB_AGENT_SERVICE="http://a:1"), "settings", "http://a:1 is a URL: write host:port"),
         (variables(EPLB_AGENT_VOTE_INTERVAL="0"), "settings", "EPLB_AGENT_VOTE_INTERVAL: Input should be"),
         (
@@ -141,16 +141,16 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         (variables(EPLB_AGENT_TLS_CA="/no/ca.pem"), "service", "credentials cannot be read"),
         (variables(EPLB_AGENT_AUTH_TOKEN_FILE="/no/token"), "service", "credentials cannot be read"),
         (service_is_down, "service", "127.0.0.1:9 does not answer within 0.2 s (in plain text"),
-        (another_release, "functions of Toy", "Toy 2.0. The agent was never tested with this release"),
-        (another_release_allowed, "functions of Toy", "Toy 2.0 is served unverified"),
-        (engine_breaks, "functions of Toy", "cannot be imported here: ImportError: libcudart.so.13"),
+        (unknown_release, "functions of Toy", "Toy 2.0. The agent was never tested with this release"),
+        (unknown_release_allowed, "functions of Toy", "Toy 2.0 is served unverified"),
+        (engine_import_fails, "functions of Toy", "cannot be imported here: ImportError: libcudart.so.13"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_broken_installation_is_named_and_nothing_else(broken, name, text, installed):
+def test_only_the_broken_part_of_an_installation_is_reported(broken, name, text, installed):
     broken(installed)
     (wrong,) = (finding for finding in doctor.environment() if finding.verdict != OK)
-    verdict = WARNING if broken is another_release_allowed else FAILED
+    verdict = WARNING if broken is unknown_release_allowed else FAILED
     assert (wrong.name, wrong.verdict) == (name, verdict)
     assert text in wrong.text
 
@@ -158,14 +158,14 @@ def test_a_broken_installation_is_named_and_nothing_else(broken, name, text, ins
 @pytest.mark.parametrize(
     ("listed", "left_out"), [("", False), ("other, eplb_agent", False), ("other", True), (None, False)]
 )
-def test_sglang_s_list_of_plugins_may_be_empty_and_have_blanks(listed, left_out, monkeypatch):
+def test_the_sglang_plugin_list_may_be_empty_and_contain_spaces(listed, left_out, monkeypatch):
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     if listed is not None:
         monkeypatch.setenv("SGLANG_PLUGINS", listed)
     assert bool(list(doctor._plugin("SGLang", "SGLANG_PLUGINS", "eplb_agent"))) is left_out
 
 
-def test_without_torch_the_rest_is_checked_and_its_absence_named():
+def test_without_torch_its_absence_is_reported_and_the_other_checks_run():
     program = "import sys; sys.modules['torch'] = None\nfrom worker_agent.doctor.__main__ import main; main(['--json'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
@@ -179,7 +179,7 @@ def test_without_torch_the_rest_is_checked_and_its_absence_named():
     ("found", "code"),
     [([Finding("a", OK, "x"), Finding("b", SKIPPED, "y")], 0), ([Finding("a", FAILED, "x")], 1)],
 )
-def test_the_exit_code_says_whether_something_failed(found, code, monkeypatch, capsys):
+def test_the_exit_code_is_1_if_a_check_failed(found, code, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_findings", lambda _: iter(found))
     with pytest.raises(SystemExit) as end:
         doctor.main(["--json"])
@@ -195,20 +195,20 @@ def test_the_exit_code_says_whether_something_failed(found, code, monkeypatch, c
         (["--device", "cpu:0"], "invalid choice: 'cpu:0'"),
     ],
 )
-def test_options_with_which_nothing_would_travel_are_refused(arguments, text, capsys):
+def test_options_that_leave_nothing_to_transfer_are_rejected(arguments, text, capsys):
     with pytest.raises(SystemExit) as end:
         doctor.main(arguments)
     assert end.value.code == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_kind_of_device_that_torch_does_not_know_is_a_finding(installed, capsys):
+def test_a_device_type_that_torch_does_not_see_is_reported(installed, capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--device", "npu", "--json"])
     assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch sees no npu here")
 
 
-def test_a_rank_that_ends_without_findings_is_named():
+def test_a_rank_that_exits_without_findings_is_reported():
     (finding,) = doctor._of_rank(1, "", "Segmentation fault")
     assert finding.verdict == FAILED
     assert "rank 1 ended: Segmentation fault" in finding.text
@@ -232,9 +232,7 @@ class FakeProcess:
 
 
 @pytest.mark.parametrize(("codes", "longest"), [((0, None), 0.1), ((1, None), 60)])
-def test_ranks_are_waited_for_with_progress_and_not_for_long_once_one_has_failed(
-    codes, longest, monkeypatch, capsys
-):
+def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, longest, monkeypatch, capsys):
     for name, seconds in (("MAX", longest), ("FAILED", 0.1), ("PROGRESS", 0), ("POLL", 0.01)):
         monkeypatch.setattr(doctor, f"_{name}_SECONDS", seconds)
     assert doctor._wait([FakeProcess(returncode=code) for code in codes]) == [1]
@@ -248,9 +246,9 @@ def test_ranks_are_waited_for_with_progress_and_not_for_long_once_one_has_failed
         (1, ("devices", OK, "2 ranks on 1 cuda"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
         (0, ("devices", FAILED, "torch sees no cuda"), []),
     ],
-    ids=["one each", "shared, by way of the host", "none"],
+    ids=["one device per rank", "one shared device", "no device"],
 )
-def test_ranks_take_the_devices_that_there_are(count, found, started, monkeypatch):
+def test_ranks_use_the_available_devices(count, found, started, monkeypatch):
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(doctor.subprocess, "Popen", FakeProcess)
     monkeypatch.delenv("EPLB_AGENT_TRANSFER_BACKEND", raising=False)

@@ -30,7 +30,7 @@ def free_address() -> str:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return f"127.0.0.1:{port}"
-    raise AssertionError(f"of 100 ports from 10000 to {below} none was free")
+    raise AssertionError(f"none of 100 ports from 10000 to {below} was free")
 
 
 class Service:
@@ -147,4 +147,4 @@ class Service:
             except grpc.RpcError as error:
                 seen = error
             time.sleep(0.1)
-        raise AssertionError(f"not so after {seconds:g} s: {seen}")
+        raise AssertionError(f"the condition was not met within {seconds:g} s; last status: {seen}")

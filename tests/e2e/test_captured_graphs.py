@@ -33,7 +33,7 @@ async def _served(*options):
 
 
 @pytest.mark.parametrize(("device", "experts", "switches", "ahead"), HOSTS)
-async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts, switches, ahead):
+async def test_outputs_do_not_change_while_layers_switch(device, experts, switches, ahead):
     facts, deployment = await _served(device, experts, switches, ahead)
     for fact in facts:
         assert fact["halted"] is None
@@ -50,9 +50,7 @@ async def test_a_pass_answers_as_before_while_its_layers_switch(device, experts,
 
 
 @pytest.mark.parametrize(("device", "experts", "switches", "ahead"), HOSTS)
-async def test_weights_that_stay_behind_or_what_is_derived_from_them_are_seen(
-    device, experts, switches, ahead
-):
+async def test_weights_or_derived_tensors_that_do_not_move_are_detected(device, experts, switches, ahead):
     facts, _ = await _served(device, experts, switches, ahead, True)
     assert min(fact["worst"] for fact in facts) > 1e-2
 

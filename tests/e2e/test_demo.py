@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.e2e.service import Service
 from tests.model.transformers_models import write_checkpoint
 from tests.moe.pairwise import Row, pairwise
@@ -46,7 +46,7 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher, r
         *("--picture", str(tmp_path / "end.svg")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", out.read_text())
+    figures = checked_document("demo", out.read_text())
     assert figures["par_balanced"] < figures["par_static"] - 0.1
     assert figures["layers_switched"] >= 3
     assert figures["experts_moved"] > 0
@@ -64,7 +64,7 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher, r
 
 
 @pytest.mark.slow
-def test_a_running_service_is_joined(tmp_path: Path) -> None:
+def test_the_demo_can_join_a_running_service(tmp_path: Path) -> None:
     with Service(
         tmp_path, "--window-steps", "32", "--decision-interval", "16", "--store", ":memory:"
     ) as service:
@@ -77,7 +77,7 @@ def test_a_running_service_is_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
+def test_a_demo_without_a_layer_switch_fails_with_the_reason() -> None:
     done = _demo("--ranks", "2", "--steps", "24")
     assert done.returncode == 1
     assert "no layer was switched" in done.stdout
@@ -90,14 +90,14 @@ def _model_served(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """
     done = _demo("--steps", str(STEPS), "--json", str(folder / "out.json"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", (folder / "out.json").read_text())
+    figures = checked_document("demo", (folder / "out.json").read_text())
     assert figures["generated_bytes_identical"] is True
     assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
     return figures, done.stdout
 
 
 @pytest.mark.slow
-def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) -> None:
+def test_the_balanced_model_generates_the_bytes_of_the_unbalanced_one(tmp_path: Path) -> None:
     figures, shown = _model_served(tmp_path)
     assert figures["layers_switched"] >= 4
     assert figures["par_balanced"] < figures["par_static"] - 0.1
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_served_and_balanced(name: str, tmp_path: Path) -> None:
     arguments = ("--checkpoint", str(folder), "--ranks", "2", "--redundant", "4", "--steps", "160")
     done = _demo(*arguments, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = held("demo", (tmp_path / "out.json").read_text())
+    figures = checked_document("demo", (tmp_path / "out.json").read_text())
     assert figures["generated_bytes_identical"] is True
     assert figures["layers"] == 2
     assert figures["layers_switched"] >= 1
@@ -141,7 +141,7 @@ def _arguments(row: Row) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", pairwise(OPTIONS, _allowed), ids=lambda row: " ".join(_arguments(row)))
-def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path: Path) -> None:
+def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -> None:
     figures, _ = _model_served(tmp_path, *_arguments(row))
     if row["--dispatcher"] == "moge":
         # Every token has the same number of choices on each rank, and no expert may leave its rank.
@@ -175,7 +175,7 @@ def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path:
         (["--dispatcher", "moge", "--redundant", "0", "--ranks", "8"], "use --ranks 2 or 4"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, complaint, capsys) -> None:
+def test_a_user_error_is_one_line_with_exit_code_2(arguments, complaint, capsys) -> None:
     assert main.run(["demo", *arguments]) == 2
     said = capsys.readouterr().err
     assert complaint in said

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 SIZES = (3, 2, 3)
 
 
-async def test_layers_are_balanced_on_fewer_and_on_more_ranks_and_answer_as_before():
+async def test_layers_are_balanced_on_fewer_and_more_ranks_with_equal_outputs():
     async with running_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 3, regrouped_host.serve, service.address, SIZES)
         deployment = service.plane.deployments["regrouped"]

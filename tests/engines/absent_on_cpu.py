@@ -16,7 +16,7 @@ class _Name(StandIn):
     """A function, class or namespace that must not be used here."""
 
     def __call__(self, *_, **__):
-        raise NotImplementedError(f"{self._name} is not there on this machine")
+        raise NotImplementedError(f"{self._name} is not available on this machine")
 
 
 def _is_absent(name):

@@ -117,7 +117,9 @@ class EngineRun:
         deadline = time.monotonic() + seconds
         while line not in self.log.read_text():
             assert self._process.poll() is None, self.tail()
-            assert time.monotonic() < deadline, f"no {line!r} in {seconds} s: {self.tail()}"
+            assert time.monotonic() < deadline, (
+                f"the engine has not printed {line!r} within {seconds} s: {self.tail()}"
+            )
             time.sleep(0.2)
 
     def wait_for_another_round(self):
@@ -141,7 +143,7 @@ class EngineRun:
         return found
 
     def answers(self, seconds=900):
-        """Wait until the engine has ended successfully, and return ``[ids, logprobs]`` of every request."""
+        """Wait until the engine has exited successfully, and return ``[ids, logprobs]`` of every request."""
         status = self._process.wait(seconds)
         assert status == 0, self.tail()
         return json.loads(self._answers.read_text())
@@ -161,32 +163,32 @@ class EngineRun:
 
 
 @pytest.fixture
-def ended():
-    """Register runs of a test, which are stopped at its end."""
+def stop_at_end():
+    """Return a function that registers an engine run, which is stopped at the end of the test."""
     with ExitStack() as stack:
         yield lambda run: stack.callback(run.stop) and run
 
 
 @pytest.fixture
-def run_vllm(agent_site, checkpoint, tmp_path, ended):
+def run_vllm(agent_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts engines."""
 
     def start(engine, options, name="balanced", model=checkpoint, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
         python = python_of(engine)
-        return ended(EngineRun(python, "generate_vllm.py", tmp_path / name, model, options, settings))
+        return stop_at_end(EngineRun(python, "generate_vllm.py", tmp_path / name, model, options, settings))
 
     return start
 
 
 @pytest.fixture
-def serve_vllm(agent_site, checkpoint, tmp_path, ended):
+def serve_vllm(agent_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts servers."""
 
     def start(engine, options, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
         log = tmp_path / "server" / "server.log"
         command = [*TOKEN_IDS_ALONE, *options]
-        return ended(OpenAiServer(python_of(engine), log, checkpoint, command, settings))
+        return stop_at_end(OpenAiServer(python_of(engine), log, checkpoint, command, settings))
 
     return start

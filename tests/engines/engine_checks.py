@@ -16,7 +16,8 @@ MAX_LOST = 0.5
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
 
-def same_answers(balanced, alone, most_ties=0.0):
+def check_same_answers(balanced, alone, most_ties=0.0):
+    """Check that all tokens are equal and that their log-probabilities differ only by rounding, except for ties."""
     assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
     apart = sorted(
         abs(here - there)
@@ -27,12 +28,14 @@ def same_answers(balanced, alone, most_ties=0.0):
     assert ties <= most_ties * len(apart)
     assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
     worst = apart[len(apart) - 1 - ties]
-    print(f"{len(apart)} tokens as the engine alone answers, log-probabilities at most {worst:.2g} apart")
+    print(
+        f"{len(apart)} tokens equal those of the unmodified engine; log-probabilities differ by at most {worst:.2g}"
+    )
     if ties:
-        print(f"but for {ties} tokens, {apart[-1]:.2g} at most")
+        print(f"except for {ties} tokens, which differ by at most {apart[-1]:.2g}")
 
 
-def switched(service, least, log):
+def check_switches(service, least, log):
     """Check that at least ``least`` layers have switched and return the status.
 
     Fail with the engine's log otherwise.
@@ -43,9 +46,9 @@ def switched(service, least, log):
     return status
 
 
-def heat_arrived(status, service):
+def check_heat(status, service):
     """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
-    print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
+    print(f"{status.steps_received} steps arrived completely, {status.steps_lost} were lost")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 

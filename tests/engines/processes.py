@@ -25,7 +25,7 @@ def start_engine(
 def end_engine(process: subprocess.Popen[bytes]) -> None:
     """Terminate the process, and kill the rest of its session after a minute.
 
-    Do nothing if the whole session has ended.
+    Do nothing if the whole session has exited.
     """
     if process.poll() is None:
         process.terminate()

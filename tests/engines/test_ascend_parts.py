@@ -37,7 +37,7 @@ def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
     assert addresses == [layer.moe_load.data_ptr() for layer in layers]
 
 
-def test_choices_are_counted_in_their_layer_without_padding():
+def test_choices_are_counted_per_layer_without_padding():
     layers = [HostLayer(1), HostLayer(1)]
     heat = _HostHeat(layers, EXPERTS, redundant=True)
     heat.count_choices(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
@@ -47,7 +47,7 @@ def test_choices_are_counted_in_their_layer_without_padding():
 
 
 @pytest.mark.parametrize(("first", "counted"), [(True, 2), (False, 0)])
-def test_one_rank_counts_tokens_that_all_ranks_see(first, counted):
+def test_only_the_first_rank_counts_tokens_that_all_ranks_share(first, counted):
     layer = HostLayer(1)
     heat = _HostHeat([layer], EXPERTS, first_rank=first, shares_tokens=True)
     heat.count_choices(dispatch(layer, [[0, 1]]), gathers=True)
@@ -61,7 +61,7 @@ def test_one_rank_counts_tokens_that_all_ranks_see(first, counted):
         ({"shares_tokens": False, "redundant": False}, "all-gather dispatch on a device"),
     ],
 )
-def test_all_gather_that_would_answer_wrongly_is_refused(facts, reason):
+def test_an_all_gather_dispatch_with_wrong_outputs_is_refused(facts, reason):
     layer = HostLayer(1)
     heat = _HostHeat([layer], EXPERTS, **facts)
     with pytest.raises(UnsupportedEngineError, match=reason):
@@ -73,7 +73,7 @@ def test_slots_are_read_from_the_maps_of_all_ranks():
     assert _slots(maps).tolist() == [[0, 1, 3], [2, 3, 0]]
 
 
-def test_layers_that_the_host_does_not_balance_are_left_alone():
+def test_layers_that_the_host_does_not_balance_are_ignored():
     model = torch.nn.Module()
     balanced = HostLayer(1)
     dense = torch.nn.Linear(1, 1)
@@ -83,7 +83,7 @@ def test_layers_that_the_host_does_not_balance_are_left_alone():
     assert LayerFinder(model).layers == [balanced]
 
 
-def test_the_runner_gets_all_parts_or_none():
+def test_all_parts_of_the_hosts_balancer_are_replaced_or_none():
     parts = dict.fromkeys(("Manager", "EplbProcess", "EplbUpdator", "VllmEplbAdaptor"), object)
     whole = types.SimpleNamespace(**parts)
     hooks._replace_balancer(whole)
@@ -98,7 +98,7 @@ def test_the_runner_gets_all_parts_or_none():
     assert moved.EplbUpdator is object
 
 
-def test_other_weights_are_refused_while_experts_are_balanced(monkeypatch):
+def test_weight_updates_are_refused_while_experts_are_balanced(monkeypatch):
     class Worker:
         def update_weights(self, info):
             return info
@@ -119,7 +119,7 @@ def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
 
         def execute_model(self, scheduler_output, intermediate_tensors=None):
             return (
-                self.eplb_updator.forward_end() if isinstance(self.eplb_updator, AscendHost) else "left alone"
+                self.eplb_updator.forward_end() if isinstance(self.eplb_updator, AscendHost) else "unchanged"
             )
 
         def _dummy_run(self, tokens):
@@ -143,4 +143,4 @@ def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
         (StepPhase.PREFILL, 4),
         (StepPhase.DUMMY, 0),
     ]
-    assert Runner("static placement").execute_model("schedule") == "left alone"
+    assert Runner("static placement").execute_model("schedule") == "unchanged"

@@ -33,14 +33,14 @@ from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
     ],
     ids=str,
 )
-def test_what_does_not_go_with_the_agent_is_refused_by_its_name(engine, named, monkeypatch):
+def test_unsupported_settings_are_refused_by_name(engine, named, monkeypatch):
     eplb = ascend(monkeypatch, **engine)
     refused = nullcontext() if named is None else pytest.raises(UnsupportedEngineError, match=named)
     with refused:
         refuse_settings(eplb)
 
 
-def test_settings_of_its_own_balancer_are_named_as_ignored(monkeypatch, caplog):
+def test_settings_of_the_hosts_own_balancer_are_logged_as_ignored(monkeypatch, caplog):
     refuse_settings(ascend(monkeypatch, eplb={"eplb_policy_type": 3, "num_redundant_experts": 8}))
     (said,) = caplog.messages
     assert said.endswith("eplb_policy_type=3")

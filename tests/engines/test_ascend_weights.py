@@ -25,7 +25,7 @@ def in_lists():
     return weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in LISTS})
 
 
-def test_weights_are_what_the_kernels_of_each_quantisation_read():
+def test_the_moved_weights_are_those_that_the_kernels_read():
     plain = weighted("W8A8", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
     found = expert_weights(plain, quantised=False)
     assert [weight.data_ptr() for weight in found] == [
@@ -52,12 +52,12 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
         ),
     ],
 )
-def test_experts_that_would_not_move_whole_are_refused(layer, reason):
+def test_experts_that_would_not_move_completely_are_refused(layer, reason):
     with pytest.raises(UnsupportedEngineError, match=reason):
         expert_weights(layer, quantised=True, move_quantised=True)
 
 
-def test_quantised_experts_are_moved_only_where_that_is_asked_for():
+def test_quantised_experts_are_moved_only_on_request():
     with pytest.raises(UnsupportedEngineError, match="never tested on a device"):
         expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)
 
@@ -72,7 +72,7 @@ def in_formats(monkeypatch, *formats):
     monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
 
 
-def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
+def test_one_nz_tensor_of_all_experts_is_refused(monkeypatch):
     host = weighted("NONE", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
     in_formats(monkeypatch, ND, NZ)
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
     assert len(expert_weights(host, quantised=False)) == 2
 
 
-def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
+def test_separate_tensors_per_expert_may_be_nz_if_all_of_a_kind_are(monkeypatch):
     host = in_lists()
     in_formats(monkeypatch, *[NZ] * 2 * SLOTS, *[ND] * 2 * SLOTS)
     assert len(expert_weights(host, quantised=True, move_quantised=True)) == 4
@@ -93,7 +93,7 @@ def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
 
 
 @pytest.mark.parametrize(("theirs", "differ"), [(ND, True), (NZ, False)])
-def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
+def test_every_rank_refuses_formats_that_differ_between_ranks(monkeypatch, theirs, differ):
     def of_two_ranks(everyone, own, group):
         everyone[:] = [own, [[theirs, ND]]]
 
@@ -110,7 +110,7 @@ def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
         check_same_formats([layer], None)
 
 
-def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):
+def test_torch_npu_is_asked_only_for_the_format_of_npu_tensors(monkeypatch):
     assert format_of(torch.zeros(2)) == ND
     fake = types.SimpleNamespace(get_npu_format=lambda tensor: tensor.format)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
@@ -118,7 +118,7 @@ def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypat
     assert format_of(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
-def test_what_the_older_balancer_does_not_move_is_refused():
+def test_quantisations_that_the_older_balancer_does_not_move_are_refused():
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
     assert len(expert_weights(layer, quantised=True, move_quantised=True)) == len(names)
@@ -126,7 +126,7 @@ def test_what_the_older_balancer_does_not_move_is_refused():
         expert_weights(layer, quantised=True, release="0.18", move_quantised=True)
 
 
-def test_tensors_that_the_host_replaces_are_noticed():
+def test_tensors_replaced_by_the_host_are_detected():
     host = in_lists()
     found = expert_weights(host, quantised=True, move_quantised=True)
     heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
@@ -148,10 +148,10 @@ OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
         pytest.param((SCALES, OTHER_SCALES), False, "new tensor", id="all2allv"),
         pytest.param((None, None), True, None, id="float"),
         pytest.param(([SCALES[0]], [SCALES[0]]), True, None, id="one-tensor"),
-        pytest.param((SCALES, SCALES), False, None, id="all2allv-of-one-type"),
+        pytest.param((SCALES, SCALES), False, None, id="all2allv-one-dtype"),
     ],
 )
-def test_lists_of_experts_that_the_host_would_misread_need_its_kernel_for_them(scales, mc2, reason):
+def test_expert_lists_that_the_host_would_misread_require_its_list_kernel(scales, mc2, reason):
     refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=True)
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:

@@ -47,7 +47,7 @@ def test_transformers_reads_the_same_bytes_and_computes_the_same_logits(tmp_path
         torch.testing.assert_close(_own_logits(text), expected_TV, rtol=0, atol=ROUNDING)
 
 
-def test_a_real_vllm_server_balanced_under_drifting_load_answers_as_one_left_alone(tmp_path):
+def test_a_balanced_vllm_server_gives_the_answers_of_an_unbalanced_one(tmp_path):
     out = tmp_path / "figures.json"
     options = ["--requests", "96", "--rounds", "4", "--json", str(out)]
     done = subprocess.run(

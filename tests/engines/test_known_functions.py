@@ -17,7 +17,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("package", VERSIONS)
-def test_every_known_function_is_in_its_release(package):
+def test_every_known_function_matches_its_release(package):
     versions = {compat.release_of(version, KNOWN[package]): version for version in VERSIONS[package]}
     assert set(versions) == set(KNOWN[package])
     for release, version in versions.items():
@@ -25,20 +25,20 @@ def test_every_known_function_is_in_its_release(package):
 
 
 @pytest.mark.parametrize("package", VERSIONS)
-def test_the_newest_release_has_moved_nothing(package):
+def test_the_newest_release_changes_no_known_function(package):
     """If it fails, check how the listed functions changed, adapt, run the engine, and record it in ``known.json``."""
     version = newest(package)
     last = compat.nearest(version, KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"
 
 
-def test_a_release_in_which_a_hook_is_elsewhere_is_named_by_it():
+def test_a_hooked_function_that_a_release_lacks_is_reported():
     found = moved(source_of("vllm", "0.18.0"), KNOWN["vllm"]["0.33"])
     target = "vllm.distributed.eplb.eplb_state:EplbLayerState.set_layer_state"
     assert found[target] != "has another body"
 
 
-def test_the_list_of_models_is_that_of_the_sources():
+def test_the_model_list_matches_the_engine_sources():
     """Regenerate the list with ``python -m tools.model_families``."""
     for package in ("vllm", "sglang"):
         for version in VERSIONS[package]:

@@ -13,7 +13,13 @@ from tests.engines.conftest import (
     engine_environment,
     make_agent_site,
 )
-from tests.engines.engine_checks import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
+from tests.engines.engine_checks import (
+    WITHOUT_WEIGHTS,
+    check_heat,
+    check_same_answers,
+    check_switches,
+    in_engine,
+)
 from tests.engines.environments import SGLANG_0523, python_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -47,7 +53,7 @@ def sglang_site(tmp_path_factory):
 
 
 @pytest.fixture
-def run_sglang(sglang_site, checkpoint, tmp_path, ended):
+def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts engines."""
 
     def start(options, name="balanced", **environment):
@@ -56,7 +62,7 @@ def run_sglang(sglang_site, checkpoint, tmp_path, ended):
         settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
         python = python_of(SGLANG_0523)
         folder = tmp_path / name
-        return ended(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
+        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
 
     return start
 
@@ -86,26 +92,26 @@ def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, se
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
-    same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
-    heat_arrived(switched(service, 20, balanced.tail()), service)
+    check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
+    check_heat(check_switches(service, 20, balanced.tail()), service)
 
 
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_tables_that_change_without_weights_are_seen(parallel, run_sglang, alone, service):
+def test_tables_that_change_without_weights_are_detected(parallel, run_sglang, alone, service):
     expected = alone(run_sglang)
     agent = WITHOUT_WEIGHTS | {"EPLB_AGENT_SERVICE": service.address}
     broken = run_sglang(LOAD | {"engine": parallel}, **agent)
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
-def test_with_eplb_off_there_is_nothing_to_balance(run_sglang, alone, service):
+def test_answers_do_not_change_if_eplb_is_disabled(run_sglang, alone, service):
     expected = alone(run_sglang)
     answers = run_sglang(LOAD, EPLB_AGENT_SERVICE=service.address).answers()
     assert answers == expected
 
 
-def test_a_combination_that_cannot_be_balanced_ends_the_engine_with_the_reason(run_sglang):
+def test_an_unsupported_combination_stops_the_engine_with_the_reason(run_sglang):
     refused = TWO_TENSOR_RANKS | {"ep_dispatch_algorithm": "fake"}
     run = run_sglang(LOAD | {"engine": refused}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     said = run.failure()
@@ -113,7 +119,7 @@ def test_a_combination_that_cannot_be_balanced_ends_the_engine_with_the_reason(r
     assert "unset EPLB_AGENT_SERVICE" in said
 
 
-def test_an_unknown_release_ends_the_engine_and_leaves_it_as_it_is(sglang_site):
+def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
     check = (
         "import sglang.version; sglang.version.__version__ = '0.6.0'\n"
         "from sglang.srt.plugins import load_plugins\n"

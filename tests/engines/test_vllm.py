@@ -17,9 +17,9 @@ from tests.engines.conftest import (
 )
 from tests.engines.engine_checks import (
     WITHOUT_WEIGHTS,
-    heat_arrived,
-    same_answers,
-    switched,
+    check_heat,
+    check_same_answers,
+    check_switches,
 )
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
@@ -109,12 +109,12 @@ SWITCHES_OFTEN = pytest.mark.parametrize("service", [SWITCH_OFTEN], indirect=Tru
 def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone, service, tmp_path):
     engine, parallel, _ = CASES[case]
     load = LOAD | {"requests": requests}
-    switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, tmp_path)
-    what_was_recorded_can_be_replayed(tmp_path, case, requests)
+    check_answers_over_switches(engine, parallel, load, run_vllm, alone, service, tmp_path)
+    check_recording(tmp_path, case, requests)
 
 
-def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, service, folder):
-    """Serve until 20 layers have switched, however fast the engine is."""
+def check_answers_over_switches(engine, parallel, load, run_vllm, alone, service, folder):
+    """Serve until 20 layers have switched, and compare all answers with those of the unmodified engine."""
     enough = folder / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
@@ -128,12 +128,15 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     answers = balanced.answers()
     assert "first switch: layer" in balanced.log.read_text()
     expected = alone(run_vllm, load["requests"], len(answers) // load["requests"], engine)
-    same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
-    heat_arrived(switched(service, 20, balanced.tail()), service)
+    check_same_answers(answers, expected, TIES_OF_023 if engine == VLLM_023_SERVED else 0.0)
+    check_heat(check_switches(service, 20, balanced.tail()), service)
 
 
-def what_was_recorded_can_be_replayed(folder, case, requests):
-    """vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time."""
+def check_recording(folder, case, requests):
+    """Check the recorded heat and replay it.
+
+    vLLM does not count tokens by slot, so they are derived from each rank's choices and its tables at the time.
+    """
     path = folder / TRACE
     trace = open_trace(path)
     heat_TLE = trace.heat(0, trace.steps)
@@ -156,7 +159,7 @@ def what_was_recorded_can_be_replayed(folder, case, requests):
 
 
 @EACH_CASE
-def test_tables_that_change_without_weights_are_seen(case, requests, run_vllm, alone, service):
+def test_tables_that_change_without_weights_are_detected(case, requests, run_vllm, alone, service):
     engine, parallel, _ = CASES[case]
     rounds = LOAD["rounds"] * LOAD["requests"] // requests
     expected = alone(run_vllm, requests, rounds, engine)
@@ -171,17 +174,19 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 
 @SWITCHES_OFTEN
 @pytest.mark.parametrize("proposing", [{}, {"speculative_config": NGRAMS}], ids=["", "proposed-tokens"])
-def test_prompts_in_parts_without_redundant_experts(proposing, run_vllm, alone, service, tmp_path):
+def test_chunked_prompts_are_answered_correctly_without_redundant_experts(
+    proposing, run_vllm, alone, service, tmp_path
+):
     """Prompts of up to 40 tokens run beside decoding, with 16 tokens per pass.
 
     Proposed tokens are verified in the same passes.
     """
     parallel = TWO_TENSOR_RANKS | NO_REPLICAS | proposing
-    switched_and_answered_the_same(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
+    check_answers_over_switches(VLLM_032, parallel, LOAD, run_vllm, alone, service, tmp_path)
 
 
 @SWITCHES_OFTEN
-def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service, tmp_path):
+def test_weights_reloaded_after_switches_reach_the_right_experts(run_vllm, service, tmp_path):
     """The unmodified engine also reloads them, because on CPU vLLM answers differently after a reload."""
     enough = tmp_path / "enough"
     load = {"requests": 8, "max_tokens": 120, "between": [["reload_weights", {}]]}
@@ -192,8 +197,8 @@ def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(
     enough.touch()
     answers = balanced.answers()
     rounds = len(answers) // load["requests"]
-    same_answers(answers, run_vllm(VLLM_032, load | {"rounds": rounds}, name="alone").answers())
-    switched(service, 12, balanced.tail())
+    check_same_answers(answers, run_vllm(VLLM_032, load | {"rounds": rounds}, name="alone").answers())
+    check_switches(service, 12, balanced.tail())
 
 
 EVERY_EIGHT_STEPS = (
@@ -209,8 +214,8 @@ SECOND_RUNNER = {
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
-def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
-    """vLLM's default on accelerators. Its Triton kernels run in Python here, so six layer switches suffice."""
+def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
+    """This runner is the default on accelerators. Its Triton kernels run in Python here, so six switches suffice."""
     enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
     load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
@@ -226,24 +231,24 @@ def test_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_pat
     if broken:
         assert [ids for ids, _ in answers] != [ids for ids, _ in expected]
     else:
-        same_answers(answers, expected)
-        switched(service, 6, balanced.tail())
+        check_same_answers(answers, expected)
+        check_switches(service, 6, balanced.tail())
 
 
 @SWITCHES_OFTEN
-def test_a_router_weight_that_inputs_are_multiplied_by(run_vllm, service, tmp_path):
-    """As in Llama 4, whose kernel then reads no weights. vLLM cannot load redundant experts from its checkpoints."""
+def test_answers_are_the_same_if_router_weights_multiply_the_inputs(run_vllm, service, tmp_path):
+    """Llama 4 does this, and its kernel reads no weights. vLLM cannot load redundant experts from its checkpoints."""
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
     load = {"requests": 8, "max_tokens": 60, "rounds": 4}
     expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
     load["engine"] = TWO_TENSOR_RANKS | NO_REPLICAS
     balanced = run_vllm(VLLM_032, load, model=llama4, EPLB_AGENT_SERVICE=service.address)
-    same_answers(balanced.answers(), expected)
-    switched(service, 3, balanced.tail())
+    check_same_answers(balanced.answers(), expected)
+    check_switches(service, 3, balanced.tail())
 
 
 @SWITCHES_OFTEN
-def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
+def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(run_vllm, alone, service):
     agent = {"EPLB_AGENT_SERVICE": service.address}
     endless = LOAD | {"rounds": 1000, "engine": TWO_TENSOR_RANKS}
     struck = run_vllm(VLLM_032, endless, name="struck", **agent)
@@ -254,8 +259,8 @@ def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(ru
     assert "EngineDeadError" in struck.failure(seconds=180)
     before = service.status().status.layers_switched
     balanced = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, **agent)
-    same_answers(balanced.answers(), alone(run_vllm))
-    switched(service, before + 1, balanced.tail())
+    check_same_answers(balanced.answers(), alone(run_vllm))
+    check_switches(service, before + 1, balanced.tail())
 
 
 @SWITCHES_OFTEN
@@ -271,11 +276,11 @@ def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, s
     waves = [prompts(8, seed=turn + 1) for turn in range(rounds)]
     streamed = [answer for wave in waves for answer in server.answers(wave, 120)]
     assert (streamed != expected) if broken else (streamed == expected)
-    switched(service, 10, server.tail())
+    check_switches(service, 10, server.tail())
 
 
 @SWITCHES_OFTEN
-def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
+def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, alone, service, tmp_path):
     enough = tmp_path / "enough"
     load = LOAD | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
     balanced = run_vllm(VLLM_032, load, EPLB_AGENT_SERVICE=service.address)
@@ -288,13 +293,13 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
     balanced.wait_for_another_round()
     enough.touch()
     answers = balanced.answers()
-    same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
+    check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
 
 
 @pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=["0.32", "0.23"])
-def test_no_service_at_all(engine, run_vllm, alone):
+def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    same_answers(unheard.answers(), alone(run_vllm, engine=engine))
+    check_same_answers(unheard.answers(), alone(run_vllm, engine=engine))
     # vLLM's own handlers print each message once, but each rank prints its warnings.
     by_level = {"INFO": [], "WARNING": []}
     for line in unheard.log.read_text().splitlines():

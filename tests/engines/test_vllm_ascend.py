@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_023)}
-"""Environment of the vLLM that each release builds on and its version, keyed by the name in the adapter."""
+"""For each release, by its name in the adapter: the environment of its vLLM, and the version of vLLM-Ascend."""
 
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
 """Tolerance by quantisation, for outputs near 1.
@@ -101,7 +101,7 @@ def serve(tmp_path, service, **options):
         pytest.param({"comm": "ALLGATHER", "redundant": 0}, id="all-gather"),
     ],
 )
-def test_layers_answer_the_same_over_many_switches(release, options, tmp_path, service):
+def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, service):
     found = serve(tmp_path, service, release=release, **options)
     for rank in found:
         print(
@@ -130,7 +130,7 @@ def test_layers_answer_the_same_over_many_switches(release, options, tmp_path, s
         ("0.18", "ALLGATHER", "NONE"),
     ],
 )
-def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_path, service):
+def test_tables_that_change_without_weights_are_detected(release, comm, quant, tmp_path, service):
     options = {"comm": comm, "quant": quant, "custom_ops": comm == "MC2"}
     if comm == "ALLGATHER":
         options["redundant"] = 0
@@ -148,6 +148,6 @@ def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_p
     ],
     ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
 )
-def test_what_the_host_would_answer_wrongly_is_refused_with_a_reason(options, reason, tmp_path, service):
+def test_options_with_wrong_outputs_are_refused_with_the_reason(options, reason, tmp_path, service):
     with pytest.raises(AssertionError, match=reason):
         serve(tmp_path, service, **options)

@@ -104,7 +104,7 @@ def w8a8_config():
 def install_kernel_for_lists():
     """Install the host's kernel for lists of int8 experts.
 
-    It multiplies each row by its expert's matrix and scales, applies SwiGLU, and quantizes the result to int8.
+    It multiplies each row by its expert's matrix and scales, applies SwiGLU, and quantises the result to int8.
     """
     from vllm_ascend.ops.fused_moe import moe_mlp
 

@@ -160,7 +160,7 @@ def _a_stranger_connects(host: Host) -> None:
     The model's ports accept the links; the vote and lane ports do not.
     """
     here = Sample.now()
-    assert {address for address, _ in listening()} == {"127.0.0.1"}, "where all ranks are on one node"
+    assert {address for address, _ in listening()} == {"127.0.0.1"}, "all ranks are on one node"
     lanes = host.agent._switch._lanes
     before = lanes._open
     _, closed = knock()
@@ -185,27 +185,27 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
     "rank 0 misses a call": _on(0, _calls(missed=1)),
     "a doubled call": _on(1, _calls(doubled=1)),
     "ten doubled calls": _on(2, _calls(doubled=10)),
-    "one misses calls, another doubles them": _each(_nothing, _calls(missed=3), _calls(doubled=3)),
-    "all miss different numbers of calls": _each(*(_calls(missed=rank) for rank in range(3))),
-    "seconds late at the boundary of a commit": _on(1, _before_the_confirmation(_sleeps(2.0))),
-    "rank 0 seconds late at the boundary of a commit": _on(0, _before_the_confirmation(_sleeps(2.0))),
+    "one rank misses calls, another doubles them": _each(_nothing, _calls(missed=3), _calls(doubled=3)),
+    "all ranks miss different numbers of calls": _each(*(_calls(missed=rank) for rank in range(3))),
+    "a rank seconds late at a commit boundary": _on(1, _before_the_confirmation(_sleeps(2.0))),
+    "rank 0 seconds late at a commit boundary": _on(0, _before_the_confirmation(_sleeps(2.0))),
     "an install that takes seconds": _on(1, _in_the_install(_sleeps(1.5))),
-    "a stall past the votes' deadline": _on(1, _own("stall")),
-    "rank 0 stalls past the votes' deadline": _on(0, _own("stall")),
+    "a stall past the vote deadline": _on(1, _own("stall")),
+    "rank 0 stalls past the vote deadline": _on(0, _own("stall")),
     "a lost link": _on(1, _own("lose-votes")),
     "rank 0 loses its links": _on(0, _own("lose-votes")),
-    "all lose their links": _own("lose-votes"),
-    "links lost at the boundary of a commit": _on(2, _before_the_confirmation(_own("lose-votes"))),
-    "links lost in an install": _on(1, _in_the_install(_own("lose-votes"))),
+    "all ranks lose their links": _own("lose-votes"),
+    "links lost at a commit boundary": _on(2, _before_the_confirmation(_own("lose-votes"))),
+    "links lost during an install": _on(1, _in_the_install(_own("lose-votes"))),
     "a frozen rank": _on(1, _freezes(3.0)),
     "rank 0 frozen": _on(0, _freezes(3.0)),
-    "rank 0 frozen at the boundary of a commit": _on(0, _before_the_confirmation(_freezes(3.0))),
-    "rank 0 frozen in an install": _on(0, _in_the_install(_freezes(3.0))),
-    "a frozen rank, and links lost": _each(_freezes(3.0), _own("lose-votes"), _nothing),
+    "rank 0 frozen at a commit boundary": _on(0, _before_the_confirmation(_freezes(3.0))),
+    "rank 0 frozen during an install": _on(0, _in_the_install(_freezes(3.0))),
+    "a frozen rank and lost links": _each(_freezes(3.0), _own("lose-votes"), _nothing),
     "a stranger at the agents' port": _on(0, _a_stranger_knocks),
     "a stranger at the links' ports": _on(1, _a_stranger_connects),
-    "a drain in the middle": _drains_and_resumes,
-    "a plan that one rank alone gets": _on(2, _offers_another_plan),
+    "a drain and a resume": _drains_and_resumes,
+    "a plan that only one rank receives": _on(2, _offers_another_plan),
     "a transfer that fails": _on(1, _own("fail-next-transfer")),
     "an expert that arrives damaged": _own("corrupt-next-transfer"),
 }

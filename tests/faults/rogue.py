@@ -71,7 +71,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         """Wait for a Hello from every rank and return the layout that the ranks serve."""
         deadline = time.monotonic() + _PATIENCE
         while len(self._hellos) < self.ranks:
-            assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
+            assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} have sent a Hello"
             time.sleep(0.02)
         return DeployedLayout.assembled(dict(self._hellos))
 

@@ -127,7 +127,7 @@ class Scene(RankCrew):
         deadline = time.monotonic() + PATIENCE
         epoch = -1
         while (now := self.epoch) != epoch:
-            assert time.monotonic() < deadline, "layers are switched on and on"
+            assert time.monotonic() < deadline, "layers keep switching"
             epoch = now
             time.sleep(3.0)
         return epoch

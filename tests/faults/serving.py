@@ -228,7 +228,7 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
     """Make this rank fail to copy its heat at the next commit."""
 
     def fail() -> None:
-        raise OSError("the heat cannot be cut")
+        raise OSError("the heat cannot be copied")
 
     heat = agent._heat
     live.before_next_call(

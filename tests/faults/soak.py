@@ -75,7 +75,7 @@ FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
     "freeze the service": lambda scene, random_: scene.service.freeze(random_.uniform(0.5, 5)),
     "cut the streams": cut_streams,
     "delay the streams": delay_streams,
-    "swallow the streams": swallow_streams,
+    "block the streams": swallow_streams,
     "a rank sleeps": _on_a_rank("sleep"),
     "a transfer fails": _on_a_rank("fail-next-transfer"),
     "a transfer stalls": _on_a_rank("stall-next-transfer"),
@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
     "a host misses a call": _on_a_rank("miss-call"),
     "a host calls twice": _on_a_rank("double-call"),
     "hosts miss calls": miss_calls,
-    "a rank stalls past the votes' deadline": _on_a_rank("stall"),
+    "a rank stalls past the vote deadline": _on_a_rank("stall"),
     "a rank's link is lost": _on_a_rank("lose-votes"),
     "a rank is frozen": lambda scene, random_: scene.freeze(
         random_.randrange(RANKS), random_.uniform(0.2, 4)
@@ -96,7 +96,7 @@ def _known(scene: Scene) -> str:
     try:
         return f"epoch {scene.epoch}"
     except grpc.RpcError:
-        return "no rank is back yet"
+        return "no rank has reconnected yet"
 
 
 def serve_round(
@@ -146,7 +146,9 @@ def check_flat(facts: list[Facts]) -> None:
         for what, most in (("megabytes", MORE_MEGABYTES), ("files", MORE_FILES), ("threads", MORE_THREADS)):
             before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
             if after - before > most:
-                raise AssertionError(f"rank {rank} holds {after:g} {what} in the end, {before:g} early on")
+                raise AssertionError(
+                    f"rank {rank} holds {after:g} {what} at the end, but held {before:g} early on"
+                )
 
 
 def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[list[Facts]]]:

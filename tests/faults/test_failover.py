@@ -58,7 +58,7 @@ async def check_placement(group: FakeGroup) -> None:
     assert (status.epoch, status.digest) == (group.live.epoch, group.live.digest)
 
 
-async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_crash_and_an_upgrade_change_only_the_leader(tmp_path: Path) -> None:
     address = free_address()
     with ExitStack() as stack:
         first, second = (
@@ -91,7 +91,7 @@ async def test_a_crash_and_an_upgrade_change_who_leads_and_nothing_else(tmp_path
             assert group.live.epoch > epoch
 
 
-async def test_a_clock_that_is_behind_does_not_undo_a_change_of_leaders(tmp_path: Path) -> None:
+async def test_a_service_whose_clock_is_behind_exceeds_the_term_in_the_lease(tmp_path: Path) -> None:
     ahead = term_at(time.time() + 1e6, 0)
     (tmp_path / "lease").write_text(str(ahead))
     address = free_address()

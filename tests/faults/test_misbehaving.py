@@ -1,4 +1,4 @@
-"""Tests that outputs do not change, no rank ends, and layers switch again after hosts, links or ranks misbehave."""
+"""Tests that outputs do not change, no rank exits, and layers switch again after hosts, links or ranks misbehave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def survived(
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_outputs_stay_and_layers_are_switched_again(
+def test_outputs_do_not_change_and_layers_switch_again(
     experiment: str, survived: tuple[Path, list[Any]]
 ) -> None:
     ranks = [of_rank[experiment] for of_rank in survived[1]]
@@ -39,7 +39,7 @@ def test_outputs_stay_and_layers_are_switched_again(
     assert max(rank["longest"] for rank in ranks) < LONGEST_CALL
 
 
-def test_the_histories_of_it_all_keep_every_promise(survived: tuple[Path, list[Any]]) -> None:
+def test_the_histories_of_all_experiments_keep_every_promise(survived: tuple[Path, list[Any]]) -> None:
     (ranks,) = read_histories(survived[0]).values()
     assert list(violations(ranks)) == []
     assert len(ranks[0].of("commit")) == survived[1][0]["an expert that arrives damaged"]["epoch"]

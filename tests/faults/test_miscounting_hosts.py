@@ -14,11 +14,11 @@ from worker_agent.swap import vote as vote_module
 
 RANKS = 2
 MISCOUNTS = {
-    "counts one apart": (1, 0, 1),
-    "counts far apart": (1, 0, 100_000),
-    "one pass too many": (20, 0, 1),
-    "counts that begin again": (40, -40, -40),
-    "a count of one rank that begins again": (40, 0, -40),
+    "counts that differ by one": (1, 0, 1),
+    "counts that differ by 100,000": (1, 0, 100_000),
+    "one extra pass": (20, 0, 1),
+    "every counter restarts": (40, -40, -40),
+    "the counter of one rank restarts": (40, 0, -40),
 }
 """Agent call before which each fault changes the count of forward passes, and the change on each rank."""
 
@@ -32,7 +32,7 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     call = agent.step
     passed = 0
     faulty_at, *faulty = MISCOUNTS.get(fault, (0, 0, 0))
-    if fault == "a counter that never moves" and rank == 1:
+    if fault == "a stuck counter" and rank == 1:
         agent._clock._host_counter = [agent._clock._first]
     longest = 0.0
     complaints = set()
@@ -58,8 +58,8 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     return live.facts(agent, worst, longest=longest, complaints=" | ".join(sorted(complaints)))
 
 
-def test_a_count_that_hangs_costs_seconds_and_no_output() -> None:
-    facts = run_ranks(RANKS, _serve, "a counter that never moves", 0)
+def test_a_stuck_counter_costs_seconds_and_changes_no_output() -> None:
+    facts = run_ranks(RANKS, _serve, "a stuck counter", 0)
     live.check_together(facts, epoch=0)
     assert max(fact["longest"] for fact in facts) < 30
     assert (
@@ -72,16 +72,14 @@ def test_a_count_that_hangs_costs_seconds_and_no_output() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("one pass too many", "votes in a row found the ranks at different forward passes"),
-        ("counts that begin again", "the host's count of forward passes went back from 39 to 0"),
-        pytest.param(
-            "a count of one rank that begins again", "went back from 39 to 0", marks=pytest.mark.slow
-        ),
-        pytest.param("counts one apart", "at different forward passes", marks=pytest.mark.slow),
-        pytest.param("counts far apart", "counts", marks=pytest.mark.slow),
+        ("one extra pass", "votes in a row found the ranks at different forward passes"),
+        ("every counter restarts", "the host's count of forward passes went back from 39 to 0"),
+        pytest.param("the counter of one rank restarts", "went back from 39 to 0", marks=pytest.mark.slow),
+        pytest.param("counts that differ by one", "at different forward passes", marks=pytest.mark.slow),
+        pytest.param("counts that differ by 100,000", "counts", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_whose_counts_differ_agree_on_one_and_switch_layers_again(fault: str, said: str) -> None:
+def test_ranks_with_wrong_pass_counts_agree_on_one_and_switch_layers_again(fault: str, said: str) -> None:
     facts = run_ranks(RANKS, _serve, fault, 12)
     live.check_together(facts)
     assert max(fact["longest"] for fact in facts) < 30

@@ -20,7 +20,7 @@ COMMITTED = agent_pb2.PLAN_STATE_COMMITTED
 ABORTED = agent_pb2.PLAN_STATE_ABORTED
 
 
-def test_stale_duplicate_partial_and_malformed_plans_cost_nothing(tmp_path: Path) -> None:
+def test_stale_duplicate_partial_and_malformed_plans_do_no_harm(tmp_path: Path) -> None:
     with (
         RogueService(RANKS, term=5) as service,
         RankCrew(tmp_path, service.address, offer_deadline_steps=30) as crew,
@@ -63,7 +63,7 @@ def test_stale_duplicate_partial_and_malformed_plans_cost_nothing(tmp_path: Path
 
 
 @pytest.mark.faults
-def test_an_oversized_plan_ends_the_stream_and_the_ranks_come_back(tmp_path: Path) -> None:
+def test_ranks_reconnect_after_an_oversized_plan_ends_their_streams(tmp_path: Path) -> None:
     with RogueService(RANKS) as service, RankCrew(tmp_path, service.address) as crew:
         first = service.wait_for_hellos()
         huge = service.plans(first, 0)
@@ -80,7 +80,7 @@ def test_an_oversized_plan_ends_the_stream_and_the_ranks_come_back(tmp_path: Pat
 
 
 @pytest.mark.faults
-def test_a_plan_replaced_at_every_moment_leaves_one_placement(tmp_path: Path) -> None:
+def test_continually_replaced_plans_leave_all_ranks_with_one_placement(tmp_path: Path) -> None:
     """The service replaces its plan continually. Some plans are carried out, but never partially."""
     with (
         RogueService(RANKS) as service,

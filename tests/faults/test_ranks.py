@@ -16,7 +16,7 @@ from tests.faults.scene import RANKS, Scene
 pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def test_a_transfer_that_stalls_is_aborted_by_all_and_the_next_succeeds(tmp_path: Path) -> None:
+def test_all_ranks_abort_a_stalled_transfer_and_the_next_one_succeeds(tmp_path: Path) -> None:
     with Scene(tmp_path, transfer_timeout_seconds=5.0) as scene:
         scene.wait_for_switches()
         scene.ask("stall-next-transfer", 1)
@@ -30,7 +30,7 @@ def test_a_transfer_that_stalls_is_aborted_by_all_and_the_next_succeeds(tmp_path
 @pytest.mark.parametrize(
     ("fault", "ranks"), [("kill-stream-thread", [1]), ("lose-votes", [1]), ("sleep", range(RANKS))]
 )
-def test_a_stream_or_votes_that_end_are_begun_again_and_sleep_holds_nothing_up(
+def test_balancing_resumes_after_a_dead_stream_thread_lost_votes_or_a_sleep(
     fault: str, ranks: Sequence[int], tmp_path: Path
 ) -> None:
     with Scene(tmp_path, vote_timeout_seconds=60) as scene:
@@ -46,7 +46,7 @@ def test_a_stream_or_votes_that_end_are_begun_again_and_sleep_holds_nothing_up(
 
 # The layer has been voted in at a commit, so other ranks route to it even if this rank fails.
 @pytest.mark.parametrize("fault", ["kill-transfer-thread", "break-heat-at-a-commit"])
-def test_an_agent_that_fails_takes_part_again(fault: str, tmp_path: Path) -> None:
+def test_layers_switch_again_after_an_agent_error_on_one_rank(fault: str, tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         scene.ask(fault, 2)

@@ -35,18 +35,20 @@ def _disturbed(folder: Path, moment: str, disturb: Callable[[Scene], None], *, s
         scene.end_well()
 
 
-@pytest.mark.parametrize("store", [True, False], ids=["with its store", "empty"])
-@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
-def test_killed_and_restarted(moment: str, store: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", [True, False], ids=["with its store", "without a store"])
+@pytest.mark.parametrize("moment", ["idle", "a plan is in progress"])
+def test_balancing_resumes_after_the_service_is_killed_and_restarted(
+    moment: str, store: bool, tmp_path: Path
+) -> None:
     _disturbed(tmp_path, moment, lambda scene: scene.service.restart(1.5), store=store)
 
 
-@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
-def test_frozen_for_seconds(moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["idle", "a plan is in progress"])
+def test_balancing_resumes_after_the_service_is_frozen(moment: str, tmp_path: Path) -> None:
     _disturbed(tmp_path, moment, lambda scene: scene.service.freeze(4))
 
 
-def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
+def test_balancing_resumes_after_streams_are_cut_delayed_or_blocked(tmp_path: Path) -> None:
     with Scene(tmp_path, **SLOWLY) as scene:
         scene.wait_for_switches()
         for _ in range(5):
@@ -67,7 +69,7 @@ def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
         scene.end_well()
 
 
-def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> None:
+def test_the_lead_command_overcomes_a_clock_that_was_once_wrong(tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         store = tmp_path / "state.sqlite3"
@@ -96,7 +98,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
         scene.end_well()
 
 
-def test_a_group_formed_again_with_another_size_is_balanced_from_what_it_holds(tmp_path: Path) -> None:
+def test_a_group_that_restarts_with_another_size_is_balanced_again(tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         first = scene.stop()

@@ -145,7 +145,7 @@ def read_ballot(data: bytes) -> object:
 
 @cache
 def _folder() -> Path:
-    """Return the folder for the inputs of file readers, which is removed when the process ends."""
+    """Return the folder for the inputs of file readers, which is removed when the process exits."""
     place = tempfile.TemporaryDirectory(prefix="eplb-fuzz-")
     _kept.append(place)
     return Path(place.name)

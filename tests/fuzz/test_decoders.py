@@ -15,7 +15,7 @@ from tests.fuzz.decoders import DECODERS, EDITS, edited, outcome_of
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_undamaged_bytes_are_read(name: str) -> None:
+def test_valid_bytes_are_decoded(name: str) -> None:
     seeds = DECODERS[name].seeds()
     assert seeds
     for data in seeds:
@@ -25,7 +25,7 @@ def test_undamaged_bytes_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 @given(which=st.integers(0, 9), edits=EDITS, noise=st.binary(max_size=200))
 @settings(max_examples=150, deadline=None)
-def test_damaged_bytes_and_noise_end_in_one_clear_error(
+def test_damaged_bytes_and_noise_decode_or_raise_one_clear_error(
     name: str, which: int, edits: list[tuple[str, int, bytes]], noise: bytes
 ) -> None:
     seeds = DECODERS[name].seeds()
@@ -33,7 +33,7 @@ def test_damaged_bytes_and_noise_end_in_one_clear_error(
         outcome_of(DECODERS[name], data)
 
 
-def test_a_small_message_cannot_take_much_memory() -> None:
+def test_a_small_message_cannot_allocate_much_memory() -> None:
     """The decoder does not allocate memory for the size that a message claims."""
     claims = tensor_pb2.PackedArray(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1 << 31, 5], data=b"x")
     tracemalloc.start()

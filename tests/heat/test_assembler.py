@@ -110,7 +110,7 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
         "jump ahead",
     ],
 )
-def test_steps_that_not_all_ranks_report_alike_are_lost(reports: list[HeatReport], lost: int) -> None:
+def test_steps_without_matching_reports_from_all_ranks_are_lost(reports: list[HeatReport], lost: int) -> None:
     heat = assembler(pending_steps=4)
     place(heat, 0, 1, PLACEMENT_LRS[0])
     add(heat, 0, report(0, 1, 1, 1, 1))

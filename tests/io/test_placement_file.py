@@ -1,4 +1,4 @@
-"""Tests of placement files: round trips in each format, and rejection of other files on one line."""
+"""Tests of placement files: round trips in each format, and a one-line error for any other file."""
 
 import json
 

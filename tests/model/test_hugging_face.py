@@ -33,7 +33,7 @@ def placement(ranks: int, seed: int = 0) -> Placement:
 @pytest.mark.parametrize(
     ("dispatcher", "tensor_parallel"), [("all2allv", 1), ("all2allv", 2), ("allgather", 2), ("mc2", 2)]
 )
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     name: str, dispatcher: str, tensor_parallel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Compare logits on two groups of ranks with separate requests.
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(
         ("deepseek", {"topk_method": "noaux_tc"}, "the model chooses experts by noaux_tc; use greedy or gro"),
     ],
 )
-def test_another_model_is_refused(name: str, changed: dict[str, Any], message: str, tmp_path: Path):
+def test_an_unsupported_model_is_rejected(name: str, changed: dict[str, Any], message: str, tmp_path: Path):
     path = write_checkpoint(tmp_path, name) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ValueError, match=message):
@@ -113,7 +113,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_tensors_that_do_not_make_the_model_are_named(
+def test_missing_unknown_and_unsupported_tensors_are_named(
     name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
 ):
     write_checkpoint(tmp_path, "qwen3")

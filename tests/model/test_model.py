@@ -42,7 +42,7 @@ def _decoded(model: ByteTransformer, tokens_BT: torch.Tensor) -> torch.Tensor:
 @given(
     tokens=st.integers(0, 9), experts=st.integers(1, 6), seed=st.integers(0, 99), choices=st.integers(1, 3)
 )
-def test_the_layer_of_training_equals_the_dense_one(
+def test_the_training_layer_equals_the_dense_layer(
     tokens: int, experts: int, seed: int, choices: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def test_decoding_byte_by_byte_equals_one_pass_over_the_text() -> None:
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2", "moge"])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dual_batch", [False, True])
-def test_every_way_through_the_experts_gives_the_same_bytes(
+def test_every_combination_of_options_gives_the_same_logits(
     dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -114,7 +114,7 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("dual_batch", [False, True])
-def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
+def test_a_stepwise_split_runs_the_rounds_for_its_step_size(
     dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all-to-all, ranks do not exchange their sizes.
@@ -138,20 +138,20 @@ def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
     assert sizes == {2 * 2 * 2 if dual_batch else 2 * 4 * 2}
 
 
-def test_a_request_longer_than_the_context_is_refused() -> None:
+def test_a_request_longer_than_the_context_is_rejected() -> None:
     decoder = Decoder(small_model()[0], 1)
     decoder.positions_B[0] = CONFIG.context
     with pytest.raises(ValueError, match="longer than the model's context of 24 bytes"):
         decoder.step(torch.zeros(1, dtype=torch.int64))
 
 
-def test_groups_that_do_not_divide_the_choices_are_refused(tmp_path: Path) -> None:
+def test_groups_that_do_not_divide_the_choices_are_rejected(tmp_path: Path) -> None:
     weights = Checkpoint(write_small_model(tmp_path / "small"))
     with pytest.raises(ValueError, match="8 experts and 2 choices per token do not divide into 4 groups"):
         expert_parallel(weights, Placement.linear(2, 8, 4, 2), None, expert_groups=4)
 
 
-def test_what_was_saved_is_read_to_the_precision_it_is_stored_in(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_with_its_stored_precision(tmp_path: Path) -> None:
     model, moes = small_model()
     checkpoint = Checkpoint(write_small_model(tmp_path / "small"))
     assert checkpoint.config == CONFIG
@@ -172,7 +172,7 @@ def test_the_embedded_model_comes_with_the_package() -> None:
 LENGTH = 20
 
 
-class OneQuestion(Traffic):
+class RepeatedRequest(Traffic):
     """Sends the same request in every row, forever."""
 
     def request(self, step: int, row: int) -> tuple[str, bytes]:
@@ -181,7 +181,7 @@ class OneQuestion(Traffic):
 
 def _served(rows: int, steps: int) -> np.ndarray:
     model, _ = small_model()
-    server = Server(model, OneQuestion(steps, 0, 0), rows, LENGTH, 0.0, 0)
+    server = Server(model, RepeatedRequest(steps, 0, 0), rows, LENGTH, 0.0, 0)
     return np.array([server.step()[0] for _ in range(steps)])
 
 
@@ -199,7 +199,7 @@ def test_a_request_reads_its_prompt_and_then_its_own_bytes() -> None:
     assert answered.tolist() == [-1] * 5 + expected
 
 
-def test_rows_do_not_change_each_others_answers_and_end_at_different_steps() -> None:
+def test_rows_do_not_affect_each_other_and_end_at_different_steps() -> None:
     alone = _served(1, 3 * LENGTH)[1 : 1 + LENGTH, 0].tolist()
     together_TB = _served(4, 3 * LENGTH)
     first_ends = []
@@ -210,16 +210,16 @@ def test_rows_do_not_change_each_others_answers_and_end_at_different_steps() -> 
     assert len(set(first_ends)) == 4
 
 
-def test_what_is_in_flight_is_counted_by_domain() -> None:
+def test_requests_in_flight_are_counted_by_domain() -> None:
     model, _ = small_model()
-    traffic = OneQuestion(9, 0, 0)
+    traffic = RepeatedRequest(9, 0, 0)
     server = Server(model, traffic, 3, LENGTH, 1.0, 0)
     server.step()
     in_flight_D = server.in_flight()
     assert in_flight_D[traffic.domains.index("sql")] == in_flight_D.sum() == 3
 
 
-def test_every_phase_asks_in_its_own_domains_and_all_domains_have_prompts() -> None:
+def test_each_phase_uses_its_own_domains_and_every_domain_has_prompts() -> None:
     traffic = Traffic(400, rank=1, seed=3)
     asked: dict[int, Counter[str]] = {phase: Counter() for phase in range(len(PHASES))}
     for step in range(400):
@@ -232,7 +232,7 @@ def test_every_phase_asks_in_its_own_domains_and_all_domains_have_prompts() -> N
     assert sorted(domain for domains in PHASES.values() for domain in domains) == traffic.domains
 
 
-def test_the_same_is_asked_whoever_asks_again_but_not_of_every_rank() -> None:
+def test_requests_are_reproducible_and_differ_between_ranks_and_seeds() -> None:
     def questions(rank: int, seed: int) -> list[tuple[str, bytes]]:
         return [Traffic(64, rank, seed).request(step, 0) for step in range(64)]
 
@@ -241,7 +241,7 @@ def test_the_same_is_asked_whoever_asks_again_but_not_of_every_rank() -> None:
     assert questions(0, 1) != questions(0, 2)
 
 
-def test_bytes_are_drawn_by_their_probability_and_by_the_seed_alone() -> None:
+def test_bytes_follow_their_probabilities_and_depend_only_on_the_seed() -> None:
     logits_BV = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).expand(20_000, 3)
 
     def drawn(temperature: float, seed: int) -> torch.Tensor:

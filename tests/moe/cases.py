@@ -160,7 +160,7 @@ def build_on(
 ) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE]:
     """Return the case's layer and its reference.
 
-    The reference is the dense twin, or the same layer on one rank if its weights are quantized.
+    The reference is the dense twin, or the same layer on one rank if its weights are quantised.
     """
     layer = layer_on(case, group, heat_rows=heat_rows)
     if case.quantized:

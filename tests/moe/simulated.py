@@ -128,5 +128,5 @@ def run_simulated(ranks: int, function: Callable[[SimulatedGroup], Any]) -> list
         results = list(pool.map(one, range(ranks)))
     if failures:
         raise failures[0]
-    assert not exchange.barrier.broken, "some rank made fewer exchanges than the others"
+    assert not exchange.barrier.broken, "one rank ran fewer exchanges than the other ranks"
     return results

@@ -22,7 +22,7 @@ def logits(experts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (3, 4, 8), (12, 1, 8)])
-def test_outputs_come_in_the_shape_of_the_tokens(shape: tuple[int, ...]):
+def test_outputs_have_the_shape_of_the_tokens(shape: tuple[int, ...]):
     block = MoEBlock(Router(experts=6, top_k=3), alone(CASE))
     hidden_TH = CASE.step(0)[0]
     out = block(hidden_TH.view(shape), logits(6).view(*shape[:-1], 6))
@@ -32,7 +32,7 @@ def test_outputs_come_in_the_shape_of_the_tokens(shape: tuple[int, ...]):
 
 @pytest.mark.parametrize("kind", FreeExpert)
 @pytest.mark.parametrize("some_padding", [False, True])
-def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: bool):
+def test_free_experts_are_neither_dispatched_nor_counted(kind: FreeExpert, some_padding: bool):
     layer = alone(CASE)
     block = MoEBlock(Router(experts=9, top_k=3), layer, kind)
     hidden_TH = CASE.step(0)[0]
@@ -54,13 +54,13 @@ def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: b
 
 
 @pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])
-def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExpert | None):
+def test_a_router_for_another_number_of_experts_is_rejected(experts: int, kind: FreeExpert | None):
     with pytest.raises(ValueError, match=f"layer 3: the router chooses among {experts} exp.*layer has 6"):
         MoEBlock(Router(experts, 3), alone(CASE), kind)
 
 
 @pytest.mark.parametrize("kind", [None, FreeExpert.ZERO])
-def test_a_profile_run_is_balanced_and_is_no_heat(kind: FreeExpert | None):
+def test_a_profile_run_is_balanced_and_records_no_heat(kind: FreeExpert | None):
     layer = alone(CASE)
     chosen = []
     layer.register_forward_pre_hook(lambda _, tokens: chosen.append(tokens[1]))
@@ -88,7 +88,7 @@ def test_a_profile_run_of_grouped_experts_is_balanced_within_every_group(tokens:
     assert torch.bincount(chosen.flatten()).tolist() == [tokens] * 9
 
 
-def test_a_blocks_step_chooses_its_dispatcher_and_length():
+def test_a_call_can_select_the_dispatcher_and_the_common_length():
     layer = alone(CASE, dispatcher=("all2allv", "mc2"))
     block = MoEBlock(Router(6, 3), layer)
     hidden_TH = CASE.step(0)[0]
@@ -102,7 +102,7 @@ def test_a_blocks_step_chooses_its_dispatcher_and_length():
 
 
 @pytest.mark.parametrize("kind", FreeExpert)
-def test_padding_has_no_shared_experts_where_there_are_free_ones(kind: FreeExpert):
+def test_padding_skips_shared_experts_in_blocks_with_free_experts(kind: FreeExpert):
     layer = alone(CASE, shared_experts=shared_of(CASE))
     active_T = torch.arange(12) % 3 != 0
     out_TH = MoEBlock(Router(9, 3), layer, kind)(CASE.step(0)[0], logits(9), active_T=active_T)
@@ -121,7 +121,7 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
         balanced_choices(tokens, 6, 4, torch.device("cpu"), groups=3)
 
 
-def test_ranks_go_on_from_one_another():
+def test_balanced_choices_continue_from_rank_to_rank():
     """With eight ranks of one token each, all 64 experts are chosen, instead of the same eight on each rank."""
     chosen = [balanced_choices(1, 64, 8, torch.device("cpu"), rank=rank) for rank in range(8)]
     assert sorted(torch.cat(chosen).flatten().tolist()) == list(range(64))

@@ -117,7 +117,7 @@ def test_every_slot_gets_the_ranks_part_of_its_expert(quantized: bool, tp_rank: 
         (True, "0.up_proj.weight_scale", torch.ones(I, 2), r"one scale for each output row, got \[8, 2\]"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused(
+def test_a_tensor_that_does_not_fit_is_rejected(
     quantized: bool, name: str, tensor: torch.Tensor, message: str
 ):
     with pytest.raises(ValueError, match=f"layer 3: checkpoint tensor .*{message}"):
@@ -125,7 +125,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
-def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
+def test_a_layer_loaded_from_a_checkpoint_equals_one_built_directly(quantization: str):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), quantized=quantization == "w8a8")
     built = alone(case)
     loaded = alone(case, experts=None)
@@ -143,7 +143,7 @@ def test_a_layer_that_was_loaded_is_the_one_that_was_built(quantization: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_modelslim_is_computed_with_as_it_is(dtype: torch.dtype):
+def test_a_modelslim_checkpoint_is_used_without_conversion(dtype: torch.dtype):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), hidden=H, intermediate=I, dtype=dtype)
     loaded = alone(case, experts=None, quantization="w8a8_dynamic")
     given = checkpoint(quantized=True)
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_modelslim_is_computed_with_as_it_is(dtype: torch.dtype)
 
 @pytest.mark.parametrize("kind", ["w4a8", "mxfp8", "fp8"])
 @pytest.mark.parametrize("build", [alone, shared_of], ids=["layer", "shared experts"])
-def test_a_quantization_that_nothing_computes_with_is_refused(kind: str, build: Any):
+def test_an_unsupported_quantisation_is_rejected(kind: str, build: Any):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,))
     with pytest.raises(
         ValueError, match=f"layer 3: .*'{kind}' is not supported; use one of none, w8a8, w8a8_dyn"
@@ -188,6 +188,6 @@ def test_a_missing_tensor_is_named():
         loading.finish()
 
 
-def test_a_tensor_parallel_rank_that_is_not_there():
+def test_a_tensor_parallel_rank_outside_its_group_is_rejected():
     with pytest.raises(ValueError, match=r"layer 3: tp_rank must be 0\.\.1, got 2"):
         loader(tensors(), tp_rank=2, tp_size=2)

@@ -36,7 +36,7 @@ EARLY = {"quantize_before_gather": True}
         ("all2allv", False, {"split": "steps"}, "split must be 'tables' or 'step', got 'steps'"),
     ],
 )
-def test_parts_that_do_not_fit_together(
+def test_options_that_do_not_fit_together_are_rejected(
     dispatcher: Any, quantized: bool, options: dict[str, Any], message: str
 ):
     case = Case("mc2", 4, 4, 2, (3,), quantized=quantized)
@@ -44,13 +44,13 @@ def test_parts_that_do_not_fit_together(
         alone(case, LayerOptions(**options), dispatcher=dispatcher)
 
 
-def test_one_choice_alone_is_weighed_on_the_input():
+def test_only_a_single_choice_can_be_weighted_on_the_input():
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
     with pytest.raises(ValueError, match=r"layer 3: weigh_on_input requires one choice per token, got 2"):
         alone(case, LayerOptions(weigh_on_input=True))(*case.step(0))
 
 
-def test_mc2_takes_no_expert_twice():
+def test_mc2_rejects_an_expert_chosen_twice():
     case = Case("mc2", experts=4, slots=4, top_k=3, tokens=(3,))
     layer, (hidden_TH, ids_TK, weights_TK) = alone(case, dispatcher=("mc2", "all2allv")), case.step(0)
     ids_TK[1] = torch.tensor([3, 0, 3])
@@ -84,7 +84,7 @@ def limits(variant: MC2Variant, ranks: int = 32, slots: int = 9, hidden: int = 7
         (TWO_LEVELS, {"hidden": 10272}, "of 1 to 10240 on A2, got 10272"),
     ],
 )
-def test_ranks_and_experts_that_mc2_is_not_documented_for_are_refused(
+def test_group_sizes_beyond_the_documented_mc2_limits_are_rejected(
     variant: MC2Variant, sizes: dict[str, int], message: str
 ):
     with pytest.raises(ValueError, match=f"layer 3: MC2 needs .*{message}"):
@@ -109,7 +109,7 @@ def test_ranks_and_experts_that_mc2_is_not_documented_for_are_refused(
         (TWO_LEVELS, 32, 8, "needs buffers of 232 MB"),
     ],
 )
-def test_steps_past_what_mc2_documents_are_refused_with_the_buffers_that_they_need(
+def test_steps_beyond_the_documented_mc2_limits_are_rejected(
     variant: MC2Variant, tokens: int, choices: int, message: str
 ):
     with pytest.raises(ValueError, match=f"layer 3: MC2 {message}"):
@@ -117,7 +117,7 @@ def test_steps_past_what_mc2_documents_are_refused_with_the_buffers_that_they_ne
     limits(replace(variant, buffer_megabytes=4302)).check_step(min(tokens, 256), min(choices, 16))
 
 
-def test_a_layer_holds_mc2_to_its_limits_and_to_a_group_of_its_own():
+def test_a_layer_enforces_the_limits_of_mc2_and_a_separate_group():
     case = Case("mc2", experts=4, slots=2, top_k=3, tokens=(3, 3), hidden=1024)
     options = LayerOptions(mc2=replace(A3, buffer_megabytes=1))
 
@@ -136,7 +136,7 @@ def test_a_layer_holds_mc2_to_its_limits_and_to_a_group_of_its_own():
     run_simulated(2, one_step)
 
 
-def test_the_buffers_of_an_npu_are_hccls(monkeypatch: pytest.MonkeyPatch):
+def test_the_mc2_buffer_size_on_an_npu_is_read_from_hccl_buffsize(monkeypatch: pytest.MonkeyPatch):
     npu: Any = SimpleNamespace(type="npu")
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
     assert MC2Variant().on(npu).buffer_megabytes == 200
@@ -153,7 +153,7 @@ def test_the_buffers_of_an_npu_are_hccls(monkeypatch: pytest.MonkeyPatch):
         path(4, reference, npu, LayerOptions(mc2=MC2Variant()), Unquantized(reference))
 
 
-def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number():
+def test_a_grouped_token_with_too_many_choices_on_a_rank_becomes_nan():
     """Ids are not checked on a device, so an expert that has left its group must not go unnoticed."""
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 

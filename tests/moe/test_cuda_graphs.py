@@ -119,7 +119,7 @@ def test_a_captured_split_follows_counts_and_placements(rank: int | None) -> Non
     assert len(chosen) == STEPS
 
 
-def test_the_split_has_the_same_bits_on_a_gpu() -> None:
+def test_the_split_is_bitwise_equal_on_a_gpu() -> None:
     generator = np.random.default_rng(1)
     placed_RS = random_placement(32, 9, 256, generator)
     here, there = (StepwiseSplit(placed_RS, 256, where) for where in ("cpu", GPU))
@@ -257,7 +257,7 @@ def test_a_captured_step_follows_tokens_weights_and_tables_and_counts_their_heat
     check_captured(way)
 
 
-def test_the_watch_sees_a_wait() -> None:
+def test_the_guard_detects_a_wait() -> None:
     one = torch.ones(1, device=GPU)
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         one.item()

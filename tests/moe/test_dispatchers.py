@@ -27,7 +27,7 @@ LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
 def test_a_choice_without_a_row_adds_nothing():
-    """Uninitialized memory is not read either."""
+    """Uninitialised memory is not read either."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)
@@ -36,7 +36,7 @@ def test_a_choice_without_a_row_adds_nothing():
     assert reduce(reference, torch.empty(0, 2)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_rows_that_came_back_fewer_than_choices_are_each_taken_once():
+def test_each_row_is_used_once_if_fewer_rows_than_choices_return():
     """The operator documents one row per choice; the rows after the last real one belong to choices without a row."""
     taken: list[list[int]] = []
 
@@ -56,7 +56,7 @@ PATHS = [*((name, MC2Variant()) for name in DISPATCHER_NAMES), *(("mc2", each) f
 
 @pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_what_padding_holds_reaches_nothing(dispatcher: str, variant: MC2Variant, quantized: bool):
+def test_values_in_padding_affect_no_output(dispatcher: str, variant: MC2Variant, quantized: bool):
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1, quantized=quantized)
 
     def both(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +72,7 @@ def test_what_padding_holds_reaches_nothing(dispatcher: str, variant: MC2Variant
 
 
 @pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
-def test_a_token_that_is_not_a_number_stays_alone(dispatcher: str, variant: MC2Variant):
+def test_a_nan_token_does_not_affect_other_tokens(dispatcher: str, variant: MC2Variant):
     """An overflow in one request must not affect other requests, on this rank or on others."""
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1)
 
@@ -87,7 +87,7 @@ def test_a_token_that_is_not_a_number_stays_alone(dispatcher: str, variant: MC2V
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_views_of_any_strides_are_taken_from_ranks_with_few_tokens(dispatcher: str, tokens: int):
+def test_strided_views_are_accepted_from_ranks_with_few_tokens(dispatcher: str, tokens: int):
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(tokens, 3))
 
     def strided(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ def request_of(ids_TK: torch.Tensor, table_ED: torch.Tensor) -> DispatchRequest:
     st.lists(st.integers(-1, 4), max_size=12),
     st.integers(0, 2**31),
 )
-def test_each_choice_is_the_next_of_its_expert(
+def test_choices_of_an_expert_use_its_table_entries_in_turn(
     experts: int, width: int, first: list[int], second: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def test_each_choice_is_the_next_of_its_expert(
         assert physical_TK.flatten().tolist() == wanted
 
 
-def test_masked_choices_alone_may_repeat_an_expert_in_the_batched_format():
+def test_only_masked_choices_may_repeat_an_expert_in_the_batched_format():
     case = Case("all2allv", experts=4, slots=4, top_k=3, tokens=(2,))
     hidden_TH, _, weights_TK = case.step(0)
     ids_TK = torch.tensor([[0, 0, 3], [1, 0, 1]])
@@ -152,7 +152,7 @@ def test_masked_choices_alone_may_repeat_an_expert_in_the_batched_format():
 
 
 @pytest.mark.parametrize("variant", MC2_VARIANTS, ids=str)
-def test_padding_that_a_batch_has_no_room_for_is_refused(variant: MC2Variant):
+def test_padding_beyond_the_size_of_a_batch_is_rejected(variant: MC2Variant):
     case = Case("mc2", experts=4, slots=4, top_k=2, tokens=(3,))
     layer = alone(case, LayerOptions(max_rank_tokens=4, mc2=variant))
     torch.testing.assert_close(layer(*case.step(0), length=4), case.dense()(*case.step(0)))

@@ -33,7 +33,7 @@ def by_definition(activation: Activation, gate: float, up: float) -> float:
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_each_activation_is_its_definition(activation: Activation, dtype: torch.dtype):
+def test_each_activation_matches_its_definition(activation: Activation, dtype: torch.dtype):
     values = [-20.0, -7.5, -1.25, -0.5, 0.0, 0.75, 3.0, 7.25, 20.0]
     pairs = [(gate, up) for gate in values for up in values]
     expected_N1 = torch.tensor([[by_definition(activation, *pair)] for pair in pairs], dtype=dtype)
@@ -60,7 +60,7 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
         torch.testing.assert_close(output_TH[token], expected_H)
 
 
-def test_seeded_experts_differ_by_seed_layer_and_expert_only():
+def test_seeded_experts_depend_only_on_seed_layer_and_expert():
     first = seeded_experts(DENSE, 0)(3)
     for layer, seed, expert in ((1, 0, 3), (1, 0, 2), (1, 1, 3), (2, 0, 3)):
         drawn = seeded_experts(replace(DENSE, layer=layer), seed)(expert)
@@ -89,7 +89,7 @@ def part_of(weights: ExpertWeights, tp: RankGroup) -> ExpertWeights:
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantized: bool, gated: bool):
+def test_parts_of_tensor_parallel_ranks_add_up_to_the_whole(ranks: int, quantized: bool, gated: bool):
     generator = torch.Generator().manual_seed(2)
     weights, gate_H = shared_weights(CASE, gated)
     biases = torch.randn(1, 20, generator=generator), torch.randn(1, 8, generator=generator)
@@ -110,7 +110,7 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
     assert float((found[0] - expected_TH).norm() / expected_TH.norm()) <= tolerance
 
 
-def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_made_and_later():
+def test_shared_experts_whose_parts_differ_from_the_whole_are_rejected():
     shared = shared_of(CASE)
     whole = whole_of(CASE)
     weights = shared_weights(CASE)[0]
@@ -127,7 +127,7 @@ def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_ma
             shared.verify(other)
 
 
-def test_weights_that_do_not_fit():
+def test_shared_expert_weights_of_another_shape_are_rejected():
     weights, _ = shared_weights(CASE)
     with pytest.raises(ValueError, match=r"layer 4: shared experts' w13 must have the shape \[1, 2\*I, 8\]"):
         SharedExperts(4, ExpertWeights(weights.w13_SIH[:, :, :5], weights.w2_SHI), reference, torch.float32)
@@ -135,7 +135,7 @@ def test_weights_that_do_not_fit():
         SharedExperts(4, weights, reference, torch.float32, torch.zeros(5))
 
 
-def test_a_layers_state_has_its_shared_experts():
+def test_the_state_of_a_layer_includes_its_shared_experts():
     shared = shared_of(CASE, gated=True)
     layer = alone(CASE, shared_experts=shared)
     names = {name.removeprefix("_shared_experts.") for name in layer.state_dict() if "shared" in name}

@@ -80,10 +80,10 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
     for name in ("tolist", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name)))
+        monkeypatch.setattr(torch.Tensor, name, _guarded_read(name, getattr(torch.Tensor, name)))
 
 
-def _refused(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_read(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(_here, "watched", False):
             raise HostReadError(f"{name} reads on the host")
@@ -124,7 +124,7 @@ def captured() -> list[Row]:
 CAPTURED = captured()
 
 
-def test_nothing_is_read_where_the_length_is_known():
+def test_nothing_is_read_on_the_host_if_the_length_is_known():
     seen = set()
     for row in CAPTURED:
         for out_TH, expected_TH in run(row, length=True):
@@ -175,7 +175,7 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
         lambda tensor: tensor.repeat_interleave(tensor),
     ],
 )
-def test_the_watch_sees_a_read(reading: Callable[[torch.Tensor], Any]):
+def test_the_guard_detects_a_read(reading: Callable[[torch.Tensor], Any]):
     tensor = torch.arange(3)
     with no_host_reads(), pytest.raises(HostReadError):
         reading(tensor)

@@ -29,7 +29,7 @@ def request_of(step: int = 0) -> DispatchRequest:
     return DispatchRequest(*CASE.step(0, step), torch.tensor(CASE.tables()[0]))
 
 
-def test_formats_must_agree():
+def test_mismatched_activation_formats_are_rejected():
     with pytest.raises(
         ValueError, match="the standard activation format, but BatchedExperts requires the bat"
     ):
@@ -58,7 +58,7 @@ class Recorded:
         return torch.ones(1)
 
 
-def test_other_work_runs_while_tokens_travel():
+def test_other_work_runs_while_tokens_are_in_transit():
     beside: Any = Recorded()
 
     def recorded(name: str, start: Callable[..., Any], *what: Any) -> Callable[[], Any]:

@@ -68,7 +68,7 @@ def heat_rows(layer: torch.nn.Module, row: int) -> tuple[list[int], list[int]]:
 @example(case=Case("allgather", experts=3, slots=2, top_k=2, tokens=(9, 0, 7), skew=0.1, entries=4))
 @example(case=Case("mc2", 32, 5, 4, (9, 0, 3, 1, 16, 2, 0, 5), skew=0.1, dtype=torch.bfloat16))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case):
+def test_the_layer_equals_its_dense_twin_and_counts_exact_heat(eight_ranks: Ranks, case: Case):
     results = eight_ranks.run(one_step, case)[: case.ranks]
     received_RS, source_RE = hand_counts(case)
     assert max(difference for difference, _, _ in results) <= TOLERANCE[case.dtype]

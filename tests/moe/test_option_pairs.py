@@ -28,7 +28,7 @@ from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative to the norm of a step's outputs. Quantized outputs may differ by ``QUANTIZED`` more."""
+"""Relative to the norm of a step's outputs. Quantised outputs may differ by ``QUANTIZED`` more."""
 
 QUANTIZED = 3e-2
 
@@ -92,7 +92,7 @@ def check_split(case: Case, received_RS: np.ndarray, chosen: list[list[torch.Ten
     assert received_RS.sum(axis=1).max() <= most
 
 
-def test_the_table_has_every_pair_of_options_that_may_meet():
+def test_the_table_has_every_allowed_pair_of_options():
     names = list(OPTIONS)
     every = [
         {first: x, second: y}

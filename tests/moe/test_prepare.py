@@ -48,7 +48,7 @@ def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[floa
 @example(counts=[0, 0, 0, 0], kind="data-parallel")
 @example(counts=[0, 0, 1, 0], kind="sequence-parallel")
 @settings(max_examples=20, deadline=None)
-def test_gathering_gives_every_rank_the_tokens_of_all(counts: list[int], kind: str):
+def test_gathering_gives_every_rank_all_tokens(counts: list[int], kind: str):
     results = run_simulated(8, lambda ep: gathered_over(ep, counts, kind))
     assert all(one == other for one, other in pairwise(results))
     expected = {
@@ -63,6 +63,6 @@ def test_gathering_gives_every_rank_the_tokens_of_all(counts: list[int], kind: s
     assert results[0] == torch.cat([tokens[0] for tokens in expected])[:, 0].tolist()
 
 
-def test_more_tokens_than_the_common_length_are_refused():
+def test_more_tokens_than_the_common_length_are_rejected():
     with pytest.raises(ValueError, match="gathering: 5 tokens are more than the step's common length of 4"):
         AllGatherPreparation([ALONE], ALONE).prepare(*tokens_of(0, 5), length=4)

@@ -36,7 +36,7 @@ def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("rows", [0, 1, 4])
-def test_a_backends_own_gather_gives_what_exchanges_give(eight_ranks: Ranks, ranks: int, rows: int):
+def test_a_backends_own_gather_equals_a_gather_by_exchanges(eight_ranks: Ranks, ranks: int, rows: int):
     for own in (False, True):
         for found in eight_ranks.run(gathered, ranks, rows, own)[:ranks]:
             assert found is not None
@@ -51,7 +51,7 @@ def neighbours() -> list[list[int]]:
     return [group.all_gather(own).tolist() for group in RankGroup(ep_group(8)).grid(4)]
 
 
-def test_ranks_after_one_another_share_tokens(eight_ranks: Ranks):
+def test_consecutive_ranks_share_tokens(eight_ranks: Ranks):
     wanted = [[[rank % 4, 4 + rank % 4], [*range(rank - rank % 4, rank - rank % 4 + 4)]] for rank in range(8)]
     assert eight_ranks.run(neighbours) == wanted
     with pytest.raises(ValueError, match="1 ranks do not divide into tensor-parallel groups of 2"):
@@ -61,7 +61,7 @@ def test_ranks_after_one_another_share_tokens(eight_ranks: Ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_has_the_same_bits_on_all_ranks_and_receives_two_copies_at_most(
+def test_a_sum_is_bitwise_equal_on_all_ranks_and_receives_at_most_two_copies(
     ranks: int, rows: int, dtype: torch.dtype
 ):
     def summed(group: RankGroup) -> tuple[torch.Tensor, int]:

@@ -27,7 +27,7 @@ def made(case: Case, group: RankGroup, **more: object):
 @pytest.mark.parametrize(
     ("tokens", "slots"), [((5, 2), 3), ((4, 1, 2, 3), 2)], ids=["fewer ranks", "more ranks"]
 )
-def test_a_layer_on_another_number_of_ranks_equals_a_new_one(tokens, slots, split, quantized):
+def test_a_layer_regrouped_to_more_or_fewer_ranks_equals_a_new_one(tokens, slots, split, quantized):
     first = replace(CASE, quantized=quantized, biased=not quantized)
     other = replace(first, tokens=tokens, slots=slots)
     options = LayerOptions(split=split)
@@ -76,7 +76,7 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
         ({"options": LayerOptions(split="dice")}, "got 'dice'"),
     ],
 )
-def test_what_does_not_fit_leaves_the_layer_as_it_was(change, said):
+def test_a_rejected_regrouping_leaves_the_layer_unchanged(change, said):
     layer = made(ALONE, RankGroup(None))
     before = layer(*ALONE.step(0))
     tables = layer.log2phy.data_ptr()
@@ -91,7 +91,7 @@ def test_what_does_not_fit_leaves_the_layer_as_it_was(change, said):
     assert layer.log2phy.data_ptr() == tables
 
 
-def test_groups_of_the_old_ranks_are_not_taken_along():
+def test_process_groups_of_the_old_ranks_are_rejected():
     layer = made(ALONE, RankGroup(None), options=LayerOptions(tp_group=RankGroup(None)))
     given = ALONE.placement(), seeded_experts(ALONE.shape, ALONE.seed)
     with pytest.raises(ValueError, match="layer 3: its tp_group and dp_groups belong to the old group"):

@@ -57,7 +57,7 @@ def twin(router: Router, logits: list[float]) -> dict[int, float]:
 
 @given(router=routers(), seed=st.integers(0, 99), tokens=st.integers(0, 4))
 @settings(deadline=None)
-def test_every_setting_equals_the_twin(router: Router, seed: int, tokens: int):
+def test_routing_equals_the_slow_twin_for_every_setting(router: Router, seed: int, tokens: int):
     logits_TE = torch.randn(tokens, router.experts, generator=torch.Generator().manual_seed(seed))
     weights_TK, ids_TK = router(logits_TE)
     assert weights_TK.shape == ids_TK.shape == (tokens, router.top_k)
@@ -82,13 +82,13 @@ def test_every_setting_equals_the_twin(router: Router, seed: int, tokens: int):
         ({"correction_bias_E": torch.zeros(5)}, r"the correction bias must have the shape \[6\], got \[5\]"),
     ],
 )
-def test_settings_that_do_not_fit(changed: dict[str, object], message: str):
+def test_invalid_router_settings_are_rejected(changed: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         Router(**({"experts": 6, "top_k": 2} | changed))(torch.zeros(3, 6))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("groups", "share"), [(1, 3), (2, 1), (3, 2), (4, 3)])
-def test_grouped_routing_takes_the_best_of_every_group(groups: int, share: int):
+def test_grouped_routing_chooses_the_best_experts_of_every_group(groups: int, share: int):
     size = 3
     tokens = 5
     logits_TE = torch.randn(tokens, groups * size, generator=torch.Generator().manual_seed(groups))

@@ -55,7 +55,9 @@ def good_input() -> dict[str, torch.Tensor]:
         ("active", torch.ones(3, device="meta").bool(), "active must have the layer's device cpu, got meta"),
     ],
 )
-def test_a_call_that_does_not_fit(layer: ExpertParallelMoE, name: str, value: torch.Tensor, message: str):
+def test_a_call_with_invalid_tensors_is_rejected(
+    layer: ExpertParallelMoE, name: str, value: torch.Tensor, message: str
+):
     hidden, ids, weights, *active = (good_input() | {name: value}).values()
     with pytest.raises(ValueError, match=message):
         layer(hidden, ids, weights, active=active[0] if active else None)
@@ -63,7 +65,7 @@ def test_a_call_that_does_not_fit(layer: ExpertParallelMoE, name: str, value: to
     layer(*good_input().values())
 
 
-def test_ids_are_not_read_when_they_need_not_be():
+def test_ids_are_not_read_if_their_check_is_disabled():
     layer = ExpertParallelMoE(SHAPE, ALONE_RS, seeded_experts(SHAPE), check_ids=False)
     with pytest.raises(IndexError):
         layer(*(good_input() | {"topk_ids": torch.full((3, 2), 9)}).values())
@@ -83,7 +85,7 @@ def test_ids_are_not_read_when_they_need_not_be():
         ({"experts": lambda _: (torch.zeros(12, 8), torch.zeros(6, 8))}, "w2 of expert 0 must have the sh"),
     ],
 )
-def test_a_layer_that_cannot_be(changed: dict[str, object], message: str):
+def test_a_layer_with_invalid_arguments_is_rejected(changed: dict[str, object], message: str):
     arguments = {"phy2log_RS": ALONE_RS, "experts": seeded_experts(SHAPE)} | changed
     with pytest.raises(ValueError, match=message):
         ExpertParallelMoE(SHAPE, **arguments)
@@ -97,7 +99,7 @@ def test_grouped_experts_stay_on_their_rank():
         check_grouped(5, np.array([[0, 2], [1, 3]], dtype=np.int32))
 
 
-def test_dimensions_are_positive():
+def test_dimensions_that_are_not_positive_are_rejected():
     with pytest.raises(ValueError, match="layer 2: experts, hidden and intermediate must be positive"):
         MoEShape(2, experts=4, hidden=0, intermediate=6)
 
@@ -115,10 +117,10 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
-def test_refused_input_leaves_the_collectives_in_order(dispatcher: str):
+def test_rejected_input_leaves_the_collectives_in_order(dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
 
-    def refuse_then_serve(group: RankGroup) -> None:
+    def reject_then_serve(group: RankGroup) -> None:
         layer, dense = build_on(case, group)
         hidden, ids, weights = case.step(group.rank)
         for wrong in (ids + case.experts, ids[: group.rank]):
@@ -126,10 +128,10 @@ def test_refused_input_leaves_the_collectives_in_order(dispatcher: str):
                 layer(hidden, wrong, weights)
         torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
 
-    run_simulated(2, refuse_then_serve)
+    run_simulated(2, reject_then_serve)
 
 
-def refuse_alone(case: Case) -> None:
+def reject_on_rank_0(case: Case) -> None:
     """Give invalid input to rank 0 only.
 
     The other ranks enter the exchange of the step, in a group with a timeout of one second.
@@ -149,12 +151,12 @@ def refuse_alone(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
-def test_a_refusal_on_one_rank_ends_on_the_others_by_the_groups_timeout(eight_ranks: Ranks, dispatcher: str):
+def test_other_ranks_time_out_if_one_rank_rejects_its_input(eight_ranks: Ranks, dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
-    eight_ranks.run(refuse_alone, case)
+    eight_ranks.run(reject_on_rank_0, case)
 
 
-def test_all_gather_refuses_ranks_that_disagree_on_every_rank():
+def test_all_gather_raises_on_every_rank_if_token_sizes_differ():
     case = Case("allgather", experts=4, slots=2, top_k=2, tokens=(3, 4))
 
     def unequal_widths(group: RankGroup) -> str:
@@ -167,7 +169,7 @@ def test_all_gather_refuses_ranks_that_disagree_on_every_rank():
     assert len(set(run_simulated(2, unequal_widths))) == 1
 
 
-def test_grouped_experts_are_chosen_equally():
+def test_grouped_experts_require_equally_many_choices_per_rank():
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(3, 4))
 
     def choose_unequally(group: RankGroup) -> None:

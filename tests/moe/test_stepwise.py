@@ -70,9 +70,7 @@ def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=100)
 @given(layers(), st.sampled_from((3, 40, 1000)))
-def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_at_that_of_whole_tokens(
-    layer, mean: int
-) -> None:
+def test_the_hottest_rank_is_near_the_optimum_and_reaches_it_with_more_rounds(layer, mean: int) -> None:
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 1, experts)))
     best = optimum(phy2log_RS, counts_E.astype(float))
@@ -84,9 +82,7 @@ def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_at_that_o
 
 @pytest.mark.parametrize(("ranks", "slots"), [(8, 33), (32, 9), (64, 5)])
 @pytest.mark.parametrize("tokens", [256, 1024, 4096, 16384, 65536])
-def test_whatever_its_size_a_step_comes_within_a_token_of_the_optimum(
-    ranks: int, slots: int, tokens: int
-) -> None:
+def test_a_step_of_any_size_is_within_one_token_of_the_optimum(ranks: int, slots: int, tokens: int) -> None:
     generator = np.random.default_rng([ranks, tokens])
     for spread in (0.7, 2.0):
         phy2log_RS = random_placement(ranks, slots, 256, generator)
@@ -105,7 +101,7 @@ def test_whatever_its_size_a_step_comes_within_a_token_of_the_optimum(
     [("all2allv", None), ("all2allv", 9), ("allgather", None), ("mc2", None), ("mc2", 9)],
 )
 @pytest.mark.parametrize("tokens", [(3, 0, 7), (1, 1, 1)])
-def test_all_ranks_take_a_step_for_as_large(
+def test_all_ranks_assume_the_same_number_of_choices_in_a_step(
     dispatcher: str, length: int | None, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -133,7 +129,7 @@ def test_all_ranks_take_a_step_for_as_large(
 
 @settings(max_examples=40)
 @given(layers(6, many=True), st.sampled_from((1, 900)))
-def test_after_one_round_too_each_token_reaches_its_expert(layer, mean: int) -> None:
+def test_each_token_reaches_its_expert_even_after_only_one_round(layer, mean: int) -> None:
     # One round is so far from converged that slots may be negative or not add up to their experts' tokens.
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 2, experts)))
@@ -142,7 +138,7 @@ def test_after_one_round_too_each_token_reaches_its_expert(layer, mean: int) -> 
     assert (split.ends(torch.from_numpy(counts_E)).diff() >= 0).all()
 
 
-def test_a_cycle_of_ranks_is_rounded_the_way_that_costs_nothing() -> None:
+def test_rounding_a_cycle_of_ranks_keeps_the_optimum() -> None:
     # Each rank shares an expert with the next, and the last with the first. Rounding to nearest gave one rank 14
     # tokens.
     phy2log_RS = np.array([[0, 1, 4], [1, 2, 5], [2, 3, 6], [0, 3, 7]], dtype=np.int32)
@@ -153,7 +149,7 @@ def test_a_cycle_of_ranks_is_rounded_the_way_that_costs_nothing() -> None:
 
 @settings(max_examples=30)
 @given(layers(6, many=True))
-def test_with_many_replicas_it_stays_close(layer) -> None:
+def test_the_hottest_rank_stays_near_the_optimum_with_many_replicas(layer) -> None:
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(60 * np.exp(generator.normal(0, 1, experts)))
     load_R = received(StepwiseSplit(phy2log_RS, experts), phy2log_RS, counts_E).sum(axis=1)
@@ -170,7 +166,7 @@ def test_every_sum_is_exact_so_that_all_ranks_get_the_same_bits(layer, mean: int
     assert split.ends(torch.from_numpy(counts_E)).tolist() == slow.ends(split, counts_E.tolist(), rounds)
 
 
-def test_sums_stay_exact_at_the_largest_deployments() -> None:
+def test_sums_stay_exact_in_the_largest_deployments() -> None:
     generator = np.random.default_rng(0)
     split = StepwiseSplit(random_placement(64, 5, 256, generator), 256)
     # A quarter of 2**22 choices in every slot, in 64ths.
@@ -183,7 +179,7 @@ def test_sums_stay_exact_at_the_largest_deployments() -> None:
         assert forwards[:3].tolist() == [float(x) for x in exact]
 
 
-def test_another_placement_is_installed_in_place() -> None:
+def test_a_new_placement_is_installed_in_place() -> None:
     generator = np.random.default_rng(2)
     first_RS, other_RS = (random_placement(6, 4, 20, generator) for _ in range(2))
     split = StepwiseSplit(first_RS, 20)
@@ -197,7 +193,7 @@ def test_another_placement_is_installed_in_place() -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
-def test_a_layer_splits_under_the_placement_that_it_was_given(dispatcher: str) -> None:
+def test_a_layer_splits_according_to_its_installed_placement(dispatcher: str) -> None:
     ranks = 4
     slots = 3
     experts = 8
@@ -230,7 +226,7 @@ def test_a_layer_splits_under_the_placement_that_it_was_given(dispatcher: str) -
         assert received_RS.sum(axis=1).max() <= optimum(phy2log_RS, counts_E.astype(float)) + 1 + 1e-6
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_unsupported_stepwise_splits_are_rejected() -> None:
     with pytest.raises(ValueError, match="layer 3: grouped experts have no replicas"):
         StepwiseSplit.check(3, ["allgather", "moge"], "cpu")
     with pytest.raises(ValueError, match=r"layer 3: .*an NPU does not have"):

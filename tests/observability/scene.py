@@ -62,7 +62,7 @@ def no_heat(_seed: int) -> Int32:
 
 @contextlib.asynccontextmanager
 async def serving(address: str, name: str, layers: int = 3) -> AsyncIterator[tuple[FakeGroup, Faults]]:
-    """Run a group of deployment ``name`` that makes steps, carries out plans, and has the faults set on it."""
+    """Run a group of deployment ``name`` that runs steps, carries out plans, and has the faults set on it."""
     live = live_of(Placement.linear(layers, EXPERTS, RANKS, SLOTS))
     async with FakeGroup(address, live) as group:
         faults = Faults(name)

@@ -29,7 +29,7 @@ def test_only_the_layers_of_the_plan_change(width: int) -> None:
     np.testing.assert_array_equal(old_RLE, PLACEMENT.default_log2phy(width))
 
 
-def test_one_ranks_tables_change_like_the_groups() -> None:
+def test_the_tables_of_one_rank_change_like_those_of_the_group() -> None:
     rank_RE = NEW_RE[2:3]
     _, rank_RLE = apply_layers(PLACEMENT, TABLES_RLE[2:3], [(1, NEW_RS, rank_RE), (0, NEW_RS, rank_RE)])
     _, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE), (0, NEW_RS, NEW_RE)])

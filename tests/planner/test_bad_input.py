@@ -61,6 +61,6 @@ def test_a_layer_without_tokens_stays_and_causes_no_error(policy: str, split: st
     assert idle.reason == "left alone: it received no tokens"
     assert decision.par_planned == decision.verdicts[1].par_planned
     # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two.
-    # Only the stepwise split may divide tokens of a float type.
+    # Only the stepwise split may split a token fractionally if counts are floats.
     least = 1.0 if split == "step" else 8 / 7
     assert least - 1e-5 <= decision.verdicts[1].par_planned <= 4 / 7 * 3.5

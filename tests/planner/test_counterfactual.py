@@ -176,7 +176,7 @@ def test_a_window_without_tokens_has_no_gain() -> None:
     assert worth_of(Window(idle), FOUND, FOUND, served, SETTINGS) is None
 
 
-def test_the_assumed_time_price_follows_the_host_s_stepwise_split() -> None:
+def test_the_assumed_time_price_follows_the_hosts_stepwise_split() -> None:
     settings = replace(SETTINGS, split="step")
     slopes = [
         time_price(chosen, WINDOW, balanced(), NOTHING).curve.slope_us for chosen in (settings, SETTINGS)
@@ -184,7 +184,7 @@ def test_the_assumed_time_price_follows_the_host_s_stepwise_split() -> None:
     assert slopes[0] > slopes[1], "the stepwise split leaves the hottest rank fewer tokens"
 
 
-def test_a_layer_s_time_comes_from_the_current_layout_and_names_its_source() -> None:
+def test_the_time_of_a_layer_comes_from_the_current_layout_and_names_its_source() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), NOTHING)
     moving = priced(NOTHING_MEASURED, price)
     assert moving.layer_ms == pytest.approx(

@@ -112,7 +112,7 @@ def test_expected_loads_match_dealing_token_by_token(tokens: float) -> None:
 
 @pytest.mark.parametrize("policy", ["flashlb", "deepseek"])
 @pytest.mark.parametrize(("host", "limit"), [(8, 8), (8, 4), (4, 16)])
-def test_plans_have_tables_of_the_host_s_width(policy: str, host: int, limit: int) -> None:
+def test_plans_have_tables_of_the_hosts_width(policy: str, host: int, limit: int) -> None:
     source_TRLE = drawn_sources(40.0, seed=2)
     window = Window(source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float))
     settings = PlannerSettings(policy=policy, split="deal", deal_width=limit, threads=1)
@@ -138,7 +138,7 @@ def test_ranks_that_share_tokens_get_one_dealing_table() -> None:
         np.testing.assert_array_equal(layer.log2phy_RE[2], layer.log2phy_RE[3])
 
 
-def test_tables_of_a_host_with_two_nodes_prefer_the_source_s_node() -> None:
+def test_tables_of_a_host_with_two_nodes_prefer_the_node_of_the_source() -> None:
     window = Window(drawn_sources(400.0, seed=4).sum(axis=1))
     nodes_R = np.array([0, 0, 1, 1], dtype=np.int32)
     near, anywhere = (

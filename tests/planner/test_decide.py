@@ -102,7 +102,7 @@ def test_policy_none_never_moves() -> None:
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
 @pytest.mark.parametrize("split", ["tables", "even", "step"])
-def test_policies_improve_balance_under_the_host_s_split(policy: str, split: str) -> None:
+def test_policies_improve_balance_under_the_hosts_split(policy: str, split: str) -> None:
     result = decided(policy=policy, split=split)
     assert result.par_planned < result.par_seen - 0.1
     before_L = par(split_loads(WINDOW.heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, split))
@@ -140,7 +140,7 @@ def test_the_thread_count_does_not_change_the_decision(threads: int) -> None:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_layer_s_decision_does_not_depend_on_the_other_layers(layer: int) -> None:
+def test_the_decision_on_a_layer_does_not_depend_on_the_other_layers(layer: int) -> None:
     whole = decided()
     single_plan = decided(
         Window(WINDOW.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS)
@@ -252,7 +252,7 @@ def test_experts_bound_to_their_ranks_do_not_move(case: Case, policy: str, split
         np.testing.assert_equal(decision.par_planned, decision.par_seen)
 
 
-def test_drift_is_followed_although_promises_exceed_the_window_s_par() -> None:
+def test_drift_is_followed_although_promises_exceed_the_par_of_the_window() -> None:
     look_back = 128
     interval = 24
     decisions = 12

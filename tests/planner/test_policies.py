@@ -86,7 +86,7 @@ def test_the_error_names_the_failed_policy(policy: object, message: str) -> None
         solve(HEAT_TLE, 4, 3, policy=policy)  # type: ignore[arg-type]
 
 
-def test_bench_runs_a_user_s_policy() -> None:
+def test_bench_runs_a_users_policy() -> None:
     contest = Contest([], "", 60.0, lambda line: None)
     try:
         scenario = Scenario("drawn", HEAT_TLE, ranks=4, slots=3, window=16)

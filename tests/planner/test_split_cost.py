@@ -56,7 +56,7 @@ def slow_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> lis
 
 
 @pytest.mark.parametrize("heat_TLE", [HEAT, SMALL])
-def test_times_match_the_slow_twin_under_each_step_s_best_split(heat_TLE: np.ndarray) -> None:
+def test_times_match_the_slow_twin_under_the_best_split_of_each_step(heat_TLE: np.ndarray) -> None:
     actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
     np.testing.assert_allclose(actual_TL, slow_us(heat_TLE, FIRST, H200))
 

@@ -83,7 +83,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
         assert f"{fraction:.0%} of its tokens leave their node" in near_verdict.reason
 
 
-def test_one_node_reports_no_crossing_and_keeps_the_fixed_rule_s_tables() -> None:
+def test_one_node_reports_no_crossing_and_keeps_the_tables_of_the_fixed_rule() -> None:
     flat, _ = decided(Topology.flat(RANKS))
     assert not any("leave their node" in verdict.reason for verdict in flat.verdicts)
     _, (after, table_RLE) = decided(TWO_NODES, solve_tables=False)

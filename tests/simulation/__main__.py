@@ -28,9 +28,9 @@ def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seed", type=int, help="replay this run and print its story")
+    parser.add_argument("--seed", type=int, help="replay the run with this seed and print its log")
     parser.add_argument("--seeds", type=int, default=100, help="number of runs")
-    parser.add_argument("--first", type=int, default=1, help="seed of the first of them")
+    parser.add_argument("--first", type=int, default=1, help="seed of the first run")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         outcome = World(arguments.seed).run()
@@ -47,7 +47,7 @@ def main() -> None:
         if outcome.breaches:
             failed.append(outcome.seed)
             print(f"\nmake simulate ARGS='--seed {outcome.seed}': {'; '.join(outcome.breaches)}")
-        rate = f"{faults} faults in {seconds / 3600:.1f} hours, {time.perf_counter() - began:.0f} s here"
+        rate = f"{faults} faults in {seconds / 3600:.1f} simulated hours, {time.perf_counter() - began:.0f} s elapsed"
         print(f"\r{count} runs, {len(failed)} failed: {rate} ", end="", flush=True)
     print(f"\nfailed seeds: {failed}" if failed else "")
     sys.exit(bool(failed))

@@ -42,7 +42,7 @@ def _by_calls(call: Any) -> Any:
     return counted
 
 
-def _refused(ask: Any) -> Any:
+def _gone_after_a_rejection(ask: Any) -> Any:
     def gone(peers: Peers, *asked: Any) -> Any:
         sockets = [part for part in asked if hasattr(part, "getpeername")]
         answer = ask(peers, *asked)
@@ -53,7 +53,7 @@ def _refused(ask: Any) -> Any:
     return gone
 
 
-def _still_there(attempt: Any) -> Any:
+def _never_withdrawn(attempt: Any) -> Any:
     def kept(reformed: Any) -> Any:
         put = reformed._group.store.set
         reformed._group.store.set = lambda key, value: None if value == "0" else put(key, value)
@@ -62,7 +62,7 @@ def _still_there(attempt: Any) -> Any:
     return kept
 
 
-def _whatever_the_votes(is_gone: Any) -> Any:
+def _ignoring_the_votes(is_gone: Any) -> Any:
     return lambda peers, rank: peers._links.ended(rank)
 
 
@@ -72,24 +72,29 @@ _APART = ("cut", "cut in a commit", "exception")
 
 DEFECTS: dict[str, Defect] = {
     "passes numbered by calls": Defect(Engine, "_call", _by_calls, _BY_CALLS),
-    "refused datagram taken for a dead process": Defect(
-        Peers, "_ask_once", _refused, ("rejected datagrams", "rejected datagrams", "cut in a commit")
+    "rejected datagram counts as a dead process": Defect(
+        Peers,
+        "_ask_once",
+        _gone_after_a_rejection,
+        ("rejected datagrams", "rejected datagrams", "cut in a commit"),
     ),
-    "vote link not asked": Defect(Peers, "_is_gone", _whatever_the_votes, ("rejected in a commit",)),
+    "intact vote link ignored": Defect(Peers, "_is_gone", _ignoring_the_votes, ("rejected in a commit",)),
     "commits confirmed at any pass": Defect(
         Voter, "count", lambda count: lambda one, step, _: count(one, step, lambda: one.due), _BY_CALLS
     ),
     "only late ranks confirm": Defect(
         Voter, "_all_are_at", lambda at: lambda one, now: now == one.due or at(one, now), _BY_CALLS
     ),
-    "a flipped bit is not seen": Defect(transfer, "checksum", lambda _: lambda tensors: 0, ("flipped bits",)),
-    "lost votes never come back": Defect(
+    "a flipped bit is not detected": Defect(
+        transfer, "checksum", lambda _: lambda tensors: 0, ("flipped bits",)
+    ),
+    "lost votes never restart": Defect(
         VoteSchedule, "lost", lambda _: lambda one, *_: setattr(one, "voter", None), _UNHEARD, True
     ),
-    "an error halts the ranks for good": Defect(
+    "an error halts the ranks permanently": Defect(
         SwitchDriver, "stumble", lambda _: lambda one, _: one.votes.leave(), ("exception",), True
     ),
-    "an attempt that failed counts as there": Defect(Reformation, "_attempt", _still_there, _APART, True),
+    "a failed attempt counts as a success": Defect(Reformation, "_attempt", _never_withdrawn, _APART, True),
 }
 """Bugs by name."""
 

@@ -1,4 +1,4 @@
-"""One life of a simulated engine, from the meeting of its ranks' agents until one rank's process ends."""
+"""One life of a simulated engine, from the meeting of its ranks' agents until one rank's process exits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def over(self) -> bool:
-        """True once a rank has ended, so that the model serves no more tokens."""
+        """True once a rank has exited, so that the model no longer serves."""
         return any(not process.alive for process in self.ranks) or bool(self.fatal)
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ def _trouble(rate: str) -> Callable[[Any], str]:
         seconds = world.random.choice((2.0, 30.0))
         part = world.random.choice((0.1, 0.5, 1.0))
         if rate == "flipped" and not world.settings["verify_transfers"]:
-            return "none, as nobody would look"
+            return "none, because transfers are not verified"
         setattr(world.network, rate, part)
         world.later(seconds, lambda: setattr(world.network, rate, 0.0))
         return f"{part:.0%} for {seconds} s"
@@ -118,7 +118,9 @@ class Faults:
                 world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
 
         world.network.aimed.append(begin)
-        return f"between {pair[0].name} and {pair[1].name} for {seconds} s, where the install fails"
+        return (
+            f"between {pair[0].name} and {pair[1].name} for {seconds} s, and the install fails on the second"
+        )
 
     def abort_and_late_end(world: Any) -> str:
         """Abort a plan while one rank's transfer still runs, which then only ends during the next plan."""
@@ -134,14 +136,14 @@ class Faults:
         rank = world.rank()
         lines = world.random.randint(1, 4000)
         world.engine.ranks[rank].failing_line = lines
-        return f"rank {rank} in {lines} lines"
+        return f"rank {rank} after {lines} lines"
 
     def exception_in_a_commit(world: Any) -> str:
         rank = world.rank()
         lines = world.random.randint(1, 400)
         process = world.engine.ranks[rank]
         world.network.aimed.append(lambda: setattr(process, "failing_line", lines))
-        return f"rank {rank} in {lines} lines"
+        return f"rank {rank} after {lines} lines"
 
     def cut_off(world: Any) -> str:
         rank = world.rank()
@@ -185,9 +187,9 @@ class Faults:
         """Call off the plan in progress, at once or when all ranks are ready to commit a layer."""
         if world.calls.random() < 0.5:
             called = world.service is not None and world.service.call_off()
-            return "at once" if called else "none, as no plan is under way"
+            return "at once" if called else "none, because no plan is in progress"
         world.network.aimed_at_ballots.append(lambda: world.service is None or world.service.call_off())
-        return "in the next vote that all ranks are ready for"
+        return "in the next vote for which all ranks are ready"
 
     def counted_from_zero(world: Any) -> str:
         for counter in world.engine.counters.values():

@@ -215,7 +215,7 @@ class Mesh:
                 waiting.set()
         opened.wait(seconds)
         if not opened.is_set() or self.broken_at:
-            raise RuntimeError(f"{self.name}: not all ranks came within {seconds:g} s")
+            raise RuntimeError(f"{self.name}: not all ranks joined within {seconds:g} s")
         return handle
 
     def leave(self, rank: int) -> None:
@@ -240,7 +240,9 @@ class Mesh:
             return
         del self._reduced[number]
         if len({len(values) for _, values in parts.values()}) > 1:
-            self.network.breaches.append(f"{self.name}: collectives of other lengths meet, the process ends")
+            self.network.breaches.append(
+                f"{self.name}: collectives of different lengths meet, so the process exits"
+            )
         lowest = [min(column) for column in zip(*(values for _, values in parts.values()), strict=False)]
         scheduler = self.network.scheduler
         if self.network.aimed_at_ballots and (lowest[0], lowest[_PROGRESS]) == (Kind.BALLOT, Progress.READY):
@@ -263,7 +265,9 @@ class Mesh:
         other, matched = others.popleft()
         data, target = (tensor, matched) if sent else (matched, tensor)
         if data.numel() != target.numel():
-            self.network.breaches.append(f"{self.name}: parcels of other sizes meet, the process ends")
+            self.network.breaches.append(
+                f"{self.name}: parcels of different sizes meet, so the process exits"
+            )
             return work
         scheduler = self.network.scheduler
         due = scheduler.now + self.network.latency() + data.numel() / _BYTES_PER_SECOND

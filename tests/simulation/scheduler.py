@@ -105,7 +105,7 @@ class Thread:
         return woken
 
     def end(self) -> None:
-        """Unwind the thread because its process has ended. It can no longer wait."""
+        """Unwind the thread because its process has exited. It can no longer wait."""
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 

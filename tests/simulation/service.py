@@ -176,7 +176,7 @@ class Service(control_plane.ControlPlane):
             call.end()
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a disk operation, unless the process has ended."""
+        """Run a disk operation, unless the process has exited."""
         return _done(function, *arguments) if self.process.alive else _done(int)
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
@@ -202,7 +202,7 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
         return answer
 
     def failed(event: str, **facts: Any) -> None:
-        breach(f"the service ran into an error: {event} {facts}")
+        breach(f"the service logged an error: {event} {facts}")
 
     clock = SimpleNamespace(monotonic=now, time=now, perf_counter=now, process_time=now)
     quiet = SimpleNamespace(

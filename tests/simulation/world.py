@@ -191,10 +191,10 @@ class World:
         deployment = service.deployments[DEPLOYMENT]
         served = {(one.installed.epoch, one.installed.digest) for one in self.engine.agents.values()}
         if deployment.plan is None and {deployment.live and deployment.live.version} != served:
-            self.breach("the service does not know what the ranks serve")
+            self.breach("the service does not know the layout of the ranks")
         plans = service.writer.store.plans(DEPLOYMENT)
         if service.writer.failing or sum(not plan.outcome for plan in plans) > (deployment.plan is not None):
-            self.breach(f"the store has missed what became of plans: {service.writer.failing}")
+            self.breach(f"the store lacks the outcomes of plans: {service.writer.failing}")
 
     def _plans(self) -> int:
         return self.plans_done + (self.service.done if self.service else 0)
@@ -207,7 +207,7 @@ class World:
         due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
             if not (self.excused or any(one in reason for one in due)):
-                self.breach(f"rank {rank} serves no more without need: {reason}")
+                self.breach(f"rank {rank} stopped serving without need: {reason}")
         if engine.over:
             self._note("the engine is restarted")
             self.passes += engine.model.passes

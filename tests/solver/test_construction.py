@@ -163,7 +163,7 @@ def is_greedy_within_groups(layer: PlacedLayer, replicas_E: np.ndarray) -> bool:
 
 @settings(max_examples=40)
 @given(cases(most_ranks=4, most_slots=2, kinds=(*PLAIN, "bursty", "alternating")))
-def test_a_search_of_full_width_returns_the_best_counts_that_are_greedy_within_groups(case: Case) -> None:
+def test_a_full_width_search_returns_the_best_counts_that_are_greedy_in_groups(case: Case) -> None:
     layer = PlacedLayer(case, 0.0)
     spare = case.ranks * case.slots - case.experts
     all_KE = np.array(list(slow.all_counts(case.experts, case.ranks, case.slots)), dtype=np.int32)

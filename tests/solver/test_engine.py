@@ -60,7 +60,7 @@ def assert_same(first: LayerResult, second: LayerResult) -> None:
         np.testing.assert_array_equal(first_value, second_value)
 
 
-def test_the_thread_count_is_limited_to_the_machine_s_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_count_is_limited_to_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     thread_counts = []
     original = engine.ThreadPoolExecutor
 

@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @SETTINGS
 @given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
-def test_normalised_heat_has_the_twin_s_mean_and_covariance(case: Case, z: float) -> None:
+def test_normalised_heat_has_the_mean_and_covariance_of_the_twin(case: Case, z: float) -> None:
     layer = PlacedLayer(case, z)
     expected = heat.normalise(case.heat_NE, layer.weight_N, case.ranks)
     for value, twin in zip(layer.heat, expected, strict=True):

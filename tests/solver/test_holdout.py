@@ -1,4 +1,4 @@
-"""The hold-out recommends the cheapest candidate on the newer half, and only if it pays with certainty."""
+"""The hold-out recommends the cheapest candidate on the held-out half, and only if it pays with certainty."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def test_the_recommended_action_has_the_lowest_cost(
 
 @settings(max_examples=60)
 @given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
-def test_recommendations_pay_on_the_newer_half(case: Case, tables: int, seed: int, min_gain: float) -> None:
+def test_recommendations_pay_on_the_held_out_half(
+    case: Case, tables: int, seed: int, min_gain: float
+) -> None:
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
     seen = episodes_of(case.heat_NE, case.ranks)
@@ -135,7 +137,7 @@ def test_recommendations_pay_on_the_newer_half(case: Case, tables: int, seed: in
     np.testing.assert_array_equal(recommendation[3].phy2log_RS, again[3].phy2log_RS)
     if recommendation[0] == KEEP:
         return
-    # Candidates are fitted to the older half and priced on the newer half, by every episode and source.
+    # Candidates are fitted to the training half and priced on the held-out half, over all episodes and sources.
     older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
     if recommendation[0] == TABLES:
         candidate_RS = deployed.phy2log_RS
@@ -162,7 +164,7 @@ def test_recommendations_pay_on_the_newer_half(case: Case, tables: int, seed: in
 
 @settings(max_examples=60)
 @given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
-def test_shortlisted_prices_gain_most_on_newer_heat_with_the_fewest_moves(
+def test_shortlisted_prices_gain_most_on_the_held_out_half_with_the_fewest_moves(
     case: Case, tables: int, seed: int, min_gain: float
 ) -> None:
     assume(len(case.heat_NE) >= 4)

@@ -218,7 +218,7 @@ def test_swaps_through_tables_choose_the_best_swap() -> None:
         result_RS = swap_through_tables(
             scene.phy2log_RS, table_GE, scene.layer.heat32, scene.share_GE, 0.0, 12
         )
-        # If two swaps gain the same, the choice depends on rounding.
+        # If two swaps have the same gain, rounding breaks the tie.
         if margin > 3e-5:
             np.testing.assert_array_equal(result_RS, scene.phy2log_RS.ravel()[expected_RS])
             np.testing.assert_array_equal(table_GE, expected_RS.ravel().argsort()[scene.rule_GE])

@@ -41,7 +41,7 @@ def linear(case: Case) -> np.ndarray:
 
 
 @given(cases(kinds=TIMED_KINDS), CURVES, st.integers(0, 99))
-def test_the_slowest_rank_s_time_matches_the_slow_twin(case, curve, seed):
+def test_the_time_of_the_slowest_rank_matches_the_slow_twin(case, curve, seed):
     phy2log_RS = linear(case)
     share_RS = np.random.default_rng(seed).random(phy2log_RS.shape).astype(np.float32)
     share_RS[share_RS < 0.2] = 0

@@ -202,7 +202,7 @@ def test_inflation_is_bartletts_sum_over_lags(count: int, seed: int) -> None:
     np.testing.assert_allclose(inflation(values_NK), expected, rtol=1e-9)
 
 
-def test_standard_error_is_the_textbook_s_and_grows_with_autocorrelation() -> None:
+def test_the_standard_error_matches_the_textbook_and_grows_with_autocorrelation() -> None:
     generator = np.random.default_rng(0)
     assert standard_error(generator.normal(size=4000)) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
     repeated_N = np.repeat(generator.normal(size=500), 8)
@@ -211,7 +211,7 @@ def test_standard_error_is_the_textbook_s_and_grows_with_autocorrelation() -> No
     assert standard_error(repeated_N[:0]) == standard_error(repeated_N[:1]) == np.inf
 
 
-def test_a_group_s_share_is_the_sum_over_its_ranks() -> None:
+def test_the_share_of_a_group_is_the_sum_over_its_ranks() -> None:
     generator = np.random.default_rng(0)
     source_RLE = generator.poisson(0.7, (6, 2, 9)).astype(float)
     group_R = generator.integers(0, 3, 6)

@@ -24,7 +24,7 @@ class Running(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """Vote under way.
+    """Vote in progress.
 
     Attributes
     ----------

@@ -86,7 +86,7 @@ class World(State):
 
     @property
     def settled(self) -> bool:
-        """True if no plan, transfer or vote is under way, or if every rank has ended."""
+        """True if no plan, transfer or vote is in progress, or if every rank has stopped."""
         idle = all(m.progress == Progress.IDLE for m in self.machines) or len(self.lost) == RANKS
         return len(self.fatal) == RANKS or (idle and self.vote is None and not any(self.transfers))
 

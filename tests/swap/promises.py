@@ -16,7 +16,7 @@ def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> 
         checked_for == machine.installed.digest, "accepted moves that were not checked against its placement"
     )
     must(base == (machine.installed.epoch, machine.installed.digest), "accepted a plan for another placement")
-    must(plan.leader_term >= state.terms[rank], "accepted a plan of an older term")
+    must(plan.leader_term >= state.terms[rank], "accepted a plan from an older term")
     must(machine.halted is None, "accepted a plan after it had halted")
 
 
@@ -24,7 +24,10 @@ def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None
     """Check a rank that has received a call-off from the service."""
     must(after.progress == before.progress, "changed its progress without a vote")
     holds = before.plan is not None and before.plan.plan_id == plan.plan_id
-    must(after.called_off == (holds or before.called_off), "called off another plan than the service did")
+    must(
+        after.called_off == (holds or before.called_off),
+        "called off a plan that the service had not called off",
+    )
 
 
 def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
@@ -32,7 +35,7 @@ def check_start(state: State, rank: int, action: StartTransfer, started: Running
     fits = len(started.layers) in (1, *range(1, state.scenario.rows + 1))
     must(fits, "began a transfer that does not fit the staging")
     must(state.transfers[rank] is None, "began a transfer while another ran")
-    must(state.staged[rank] is None, "staging was re-used before its commit")
+    must(state.staged[rank] is None, "reused staging before its commit")
     for lane, generation in state.dirty_lanes:
         late = lane == action.lane and generation < action.generation
         must(not late, "began a transfer on a lane that still carries late bytes")
@@ -81,7 +84,7 @@ def check_state(state: State) -> None:
         has_plan = machine.plan is not None
         must(has_plan == (machine.progress != Progress.IDLE), "its progress does not match its plan")
         wishes = machine.abort_wish is not None or machine.called_off
-        must(has_plan or not wishes, "wishes to abort a plan that it no longer holds")
+        must(has_plan or not wishes, "asks to abort a plan that it no longer holds")
         if machine.progress == Progress.READY:
             must(state.staged[rank] is not None, "READY without staged experts")
         vote = state.vote

@@ -90,7 +90,7 @@ def test_experts_arrive_intact_over_every_kind_of_lane(backend: Any, kind: str, 
 
 
 def _mismatched_sizes() -> tuple[str, float]:
-    """Exchange parcels whose sizes differ between the two ranks; return this rank's error and the seconds."""
+    """Exchange parcels whose sizes differ between the ranks; return this rank's error and the elapsed seconds."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes = Lanes(group, "gloo", CPU, timedelta(seconds=20))
     lanes.open_first()

@@ -159,7 +159,7 @@ BALLOTS = st.builds(
 
 
 @given(st.lists(BALLOTS, min_size=1, max_size=5))
-def test_an_outcome_summarizes_its_ballots(ballots: list[Ballot]) -> None:
+def test_an_outcome_summarises_its_ballots(ballots: list[Ballot]) -> None:
     outcome = VoteOutcome.decode([min(column) for column in zip(*(b.encode() for b in ballots), strict=True)])
     assert outcome.slowest == min(ballot.progress for ballot in ballots)
     assert outcome.abort == any(ballot.abort for ballot in ballots)

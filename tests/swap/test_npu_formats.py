@@ -138,7 +138,9 @@ def test_transfers_pause_to_keep_their_share_of_the_link() -> None:
     budget.rest(0.02, 1000, longest=0.001)
     budget.open()
     budget.rest(1.0, 1000, longest=5.0)
-    assert time.monotonic() - began < 0.5, "the model makes no forward passes that the transfer could slow"
+    assert time.monotonic() - began < 0.5, (
+        "the model runs no forward passes that the transfer could slow down"
+    )
     budget.refill()
     ByteBudget(1, share=0.25).rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5

@@ -18,7 +18,7 @@ _DEADLINE_SECONDS = 20
 
 
 class _FailAt:
-    """Raise a ``MemoryError`` once, at the line of ``Reformation.rest`` with this number in order of execution."""
+    """Raise a ``MemoryError`` once, at the n-th executed line of ``Reformation.rest``; n is ``number``."""
 
     def __init__(self, number: int) -> None:
         self.remaining = number

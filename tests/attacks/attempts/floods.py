@@ -14,14 +14,14 @@ import numpy as np
 from eplb_core.wire.codec import in_parts
 from eplb_core.wire.generated import agent_pb2, operator_pb2
 from tests.attacks import target as to
-from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import MIB, TOO_LARGE, Code, hello_with, refused_after_hello
+from tests.attacks.attempts.registry import attempt, register_rejections
+from tests.attacks.attempts.requests import MIB, TOO_LARGE, Code, hello_with, status_after_hello
 from tests.attacks.target import Target
 from tests.control.fake_group import FakeRank
 from tests.control.server.silent_callers import CHECK, WATCH
 
 
-@attempt("noise on 64 connections", "who speaks no HTTP/2 disturbs nobody")
+@attempt("noise on 64 connections", "clients that do not speak HTTP/2 disturb no other client")
 async def _noise(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
     rng = np.random.default_rng(0)
@@ -29,10 +29,10 @@ async def _noise(target: Target) -> str:
         for _ in range(64):
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as link:
                 link.sendall(rng.bytes(4096))
-    return "refused: connections end"
+    return "rejected: the connections are closed"
 
 
-@attempt(f"{2 * to.CONNECTIONS} connections that say nothing", "memory is bounded, whatever is sent")
+@attempt(f"{2 * to.CONNECTIONS} silent connections", "memory is bounded for any input")
 async def _mute(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
     before = target.resident_bytes
@@ -49,22 +49,22 @@ async def _mute(target: Target) -> str:
     return f"bounded: {max(0, grown) >> 20} MiB more"
 
 
-refused(
+register_rejections(
     Code.RESOURCE_EXHAUSTED,
-    "memory is bounded, whatever is sent",
+    "memory is bounded for any input",
     {
-        "a message past the limit": lambda t: refused_after_hello(t, TOO_LARGE),
-        "a request in parts past the limit": lambda t: refused_after_hello(t, *in_parts(TOO_LARGE)),
-        "a question about a name of a megabyte": lambda t: t.code_of(
+        "a message above the size limit": lambda t: status_after_hello(t, TOO_LARGE),
+        "a request in parts above the size limit": lambda t: status_after_hello(t, *in_parts(TOO_LARGE)),
+        "a status request for a name of 1 MiB": lambda t: t.code_of(
             "GetStatus", operator_pb2.GetStatusRequest(deployment="x" * MIB)
         ),
     },
 )
-refused(
+register_rejections(
     Code.INVALID_ARGUMENT,
-    "memory is bounded, whatever is sent",
+    "memory is bounded for any input",
     {
-        "a request in parts that promises an exabyte": lambda t: refused_after_hello(
+        "a request in parts that announces an exabyte": lambda t: status_after_hello(
             t, agent_pb2.ConnectRequest(part=agent_pb2.Part(data=b"x", bytes_left=1 << 60))
         )
     },
@@ -72,8 +72,8 @@ refused(
 
 
 @attempt(
-    "60 requests in parts that are broken off one part before their end",
-    "memory is bounded, whatever is sent",
+    "60 requests in parts that stop before their last part",
+    "memory is bounded for any input",
 )
 async def _broken_off(target: Target) -> str:
     *parts, _ = in_parts(agent_pb2.ConnectRequest(hello=hello_with(node="x" * (to.MESSAGE_BYTES - 4096))))
@@ -99,7 +99,7 @@ async def _write_all(rank: FakeRank, parts: list[agent_pb2.ConnectRequest]) -> N
         await rank.call.write(part)
 
 
-@attempt("30 Hellos of the largest size at once, three times", "memory is bounded, whatever is sent")
+@attempt("30 concurrent Hellos of maximum size, three times", "memory is bounded for any input")
 async def _fat_hellos(target: Target) -> str:
     hello = hello_with(node="x" * (to.MESSAGE_BYTES - 4096))
     grown = []
@@ -111,10 +111,10 @@ async def _fat_hellos(target: Target) -> str:
     # The allocator keeps the memory of the first round, and the other rounds reuse it.
     assert grown[0] < 128 * MIB, grown
     assert grown[2] - grown[0] < 64 * MIB, grown
-    return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each of three"
+    return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each round"
 
 
-@attempt("500 refused Hellos and what they leave in the log", "the disk is not filled by log lines")
+@attempt("500 rejected Hellos", "log lines do not fill the disk")
 async def _log_flood(target: Target) -> str:
     before = target.log_lines
     for _ in range(10):
@@ -127,9 +127,9 @@ async def _log_flood(target: Target) -> str:
 CANCELLED = {
     "health checks": (CHECK, lambda target: target.service.address),
     "health watches": (WATCH, lambda target: target.service.address),
-    "checks of the health port": (CHECK, lambda target: target.health_address),
-    "streams of agents": ("/eplb.v1.AgentService/Connect", lambda target: target.service.address),
-    "questions of operators": (
+    "health checks on the health port": (CHECK, lambda target: target.health_address),
+    "agent streams": ("/eplb.v1.AgentService/Connect", lambda target: target.service.address),
+    "operator requests": (
         "/eplb.v1.OperatorService/ListDeployments",
         lambda target: target.service.address,
     ),
@@ -137,7 +137,7 @@ CANCELLED = {
 
 
 def _cancelled(name: str, method: str, address: Callable[[Target], str]) -> None:
-    @attempt(f"600 {name} that are cancelled at once", "the disk is not filled by log lines", locked=True)
+    @attempt(f"600 {name}, cancelled at once", "log lines do not fill the disk", locked=True)
     async def run(target: Target) -> str:
         async with grpc.aio.insecure_channel(address(target)) as channel:
             return await _few_lines_after(target, lambda: _cancel(channel.stream_stream(method), 600))
@@ -157,7 +157,7 @@ for name, (method, address) in CANCELLED.items():
     _cancelled(name, method, address)
 
 
-@attempt("300 connections over HTTP that are reset at once", "the disk is not filled by log lines")
+@attempt("300 HTTP connections, reset at once", "log lines do not fill the disk")
 async def _reset(target: Target) -> str:
     host, _, port = target.service.metrics_address.rpartition(":")
     requests = (b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /api/v1/service HTTP/1.1\r\n\r\n", b"\x16\x03\x01")

@@ -38,7 +38,7 @@ def attempt(name: str, proves: str, *, locked: bool = False) -> Callable[[Any], 
     return listed
 
 
-def refused(
+def register_rejections(
     expected: grpc.StatusCode,
     proves: str,
     calls: dict[str, Callable[[Target], Awaitable[Any]]],
@@ -50,7 +50,7 @@ def refused(
 
         async def run(target: Target, call: Callable[[Target], Awaitable[Any]] = call) -> str:
             code = await call(target)
-            assert code is expected, f"{code}, not {expected}"
-            return f"refused: {code.name}"
+            assert code is expected, f"expected {expected}, got {code}"
+            return f"rejected: {code.name}"
 
         ATTEMPTS.append(Attempt(name, proves, locked, run))

@@ -27,7 +27,7 @@ def spoilt_heat(first_step: int = 0, **changes: Any) -> agent_pb2.HeatReport:
     return report
 
 
-async def refused_with(target: Target, **message: Any) -> grpc.StatusCode:
+async def status_after(target: Target, **message: Any) -> grpc.StatusCode:
     """Return the status with which a complete group's rank 0 is rejected after it sends this message."""
     async with FakeGroup(target.service.address) as group:
         await group.join()
@@ -39,7 +39,7 @@ async def refused_with(target: Target, **message: Any) -> grpc.StatusCode:
 TOO_LARGE = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (to.MESSAGE_BYTES + 1)))
 
 
-async def refused_after_hello(target: Target, *requests: agent_pb2.ConnectRequest) -> grpc.StatusCode:
+async def status_after_hello(target: Target, *requests: agent_pb2.ConnectRequest) -> grpc.StatusCode:
     """Return the status with which a rank is rejected while it is still sending."""
     hello = agent_pb2.ConnectRequest(hello=hello_with())
     code, _ = await refusal_of(target.service.address, hello, *requests)

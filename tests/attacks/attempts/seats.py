@@ -9,29 +9,32 @@ import grpc
 from eplb_core.placement import Placement
 from eplb_core.wire.generated import operator_pb2
 from eplb_service.control.server.plane.deployments import MAX_DEPLOYMENTS
-from tests.attacks.attempts.registry import attempt, refused
+from tests.attacks.attempts.registry import attempt, register_rejections
 from tests.attacks.attempts.requests import Code, hello_with, shaped_hello
 from tests.attacks.target import Target
 from tests.control.fake_group import LAYERS, SLOTS, hello_of, live_of
 
 _ALONE = live_of(Placement.linear(LAYERS, SLOTS, 1, SLOTS))
 
-refused(
+register_rejections(
     Code.INVALID_ARGUMENT,
-    "shapes are checked before memory is taken for them",
+    "shapes are validated before memory is allocated",
     {
-        "a shape past all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
-        "a rank past its group": lambda t: t.refusal(hello_with(rank=9)),
+        "a shape beyond all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
+        "a rank number beyond its group": lambda t: t.refusal(hello_with(rank=9)),
     },
 )
-refused(
+register_rejections(
     Code.RESOURCE_EXHAUSTED,
-    "heat is priced before it is allocated",
-    {"a deployment that costs more memory than there is": lambda t: t.refusal(shaped_hello(512, 512, 512))},
+    "the memory for heat is estimated before it is allocated",
+    {"a deployment that needs more memory than allowed": lambda t: t.refusal(shaped_hello(512, 512, 512))},
 )
 
 
-@attempt("names of one rank that come and leave, more than there is room for", "no name keeps a new one out")
+@attempt(
+    "more one-rank deployments than the limit, each leaving at once",
+    "departed deployments do not keep new ones out",
+)
 async def _came_and_left(target: Target) -> str:
     for number in range(MAX_DEPLOYMENTS + 20):
         rank = target.rank()
@@ -39,18 +42,18 @@ async def _came_and_left(target: Target) -> str:
         rank.call.cancel()
     async with target.honest(deployment="new"):
         pass
-    return "bounded: those gone longest make room"
+    return "bounded: the deployments that left first make room"
 
 
-@attempt("a rank of another forming asks for a seat that is taken", "ranks that are there keep their seats")
+@attempt("a rank with another group id claims a taken seat", "connected ranks keep their seats")
 async def _taken_seat(target: Target) -> str:
     async with target.honest():
         code = await target.refusal(hello_with(group_id="another"))
     assert code in (Code.FAILED_PRECONDITION, Code.ALREADY_EXISTS), code
-    return f"refused: {code.name}"
+    return f"rejected: {code.name}"
 
 
-@attempt("names of nothing push out a paused deployment", "an operator's order is not forgotten")
+@attempt("junk deployments crowd out a paused one", "operator commands are not forgotten")
 async def _push_out(target: Target) -> str:
     async with target.honest(deployment="kept"):
         await target.stub.Pause(operator_pb2.PauseRequest(deployment="kept"))
@@ -63,4 +66,4 @@ async def _push_out(target: Target) -> str:
     status = await target.status("kept")
     assert status.paused
     assert status.steps_received
-    return "refused: it is kept, and paused"
+    return "rejected: the deployment is kept and stays paused"

@@ -13,24 +13,24 @@ from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt
 from tests.attacks.target import Target
 from tests.control.server.grpc_calls import bearer
-from tests.control.server.silent_callers import CHECK, SECONDS, healthy, served, silent
+from tests.control.server.silent_callers import CHECK, SECONDS, check_served, healthy, silent
 
-NOBODY = "who says nothing keeps nobody out"
+NO_LOCKOUT = "silent callers do not keep others out"
 
 
 async def _agents_are_served(target: Target) -> str:
-    await served(target.service.address, bearer(to.AGENT), bearer(to.READER))
-    return "bounded: a rank with a token is welcomed, a reader answered"
+    await check_served(target.service.address, bearer(to.AGENT), bearer(to.READER))
+    return "bounded: a rank with a token is welcomed and a reader is answered"
 
 
-@attempt("200 health checks on the agents' port that say nothing", NOBODY, locked=True)
+@attempt("200 silent health checks on the agents' port", NO_LOCKOUT, locked=True)
 async def _checks(target: Target) -> str:
     async with silent(target.service.address, CHECK, 200):
         assert await healthy(target.service.address)
         return await _agents_are_served(target)
 
 
-@attempt("1,000 streams without a token that say nothing", NOBODY, locked=True)
+@attempt("1,000 silent streams without a token", NO_LOCKOUT, locked=True)
 async def _streams(target: Target) -> str:
     async with silent(target.service.address, "/eplb.v1.AgentService/Connect", 1000):
         return await _agents_are_served(target)
@@ -50,14 +50,14 @@ async def _connections(address: str, count: int) -> AsyncIterator[None]:
             writer.close()
 
 
-@attempt("200 connections to the health port that say nothing", NOBODY, locked=True)
+@attempt("200 silent connections to the health port", NO_LOCKOUT, locked=True)
 async def _health_connections(target: Target) -> str:
     async with _connections(target.health_address, 200):
         assert await healthy(target.health_address)
-    return "bounded: the oldest make room, probes are answered"
+    return "bounded: the oldest connections make room and probes are answered"
 
 
-@attempt("60 questions whose request never comes", "an operator is heard beside them", locked=True)
+@attempt("60 calls that never send their request", "operators are still answered", locked=True)
 async def _questions(target: Target) -> str:
     async with grpc.aio.insecure_channel(target.service.address) as channel:
         method = "/eplb.v1.OperatorService/ListDeployments"

@@ -9,8 +9,8 @@ import numpy as np
 
 from eplb_core.wire.codec import pack
 from eplb_core.wire.generated import agent_pb2, operator_pb2
-from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import LIST, Code, hello_with, refused_with, spoilt_heat
+from tests.attacks.attempts.registry import attempt, register_rejections
+from tests.attacks.attempts.requests import LIST, Code, hello_with, spoilt_heat, status_after
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeGroup
 
@@ -26,38 +26,40 @@ async def _first(target: Target, **message: Any) -> Code:
     return code
 
 
-refused(
+register_rejections(
     Code.INVALID_ARGUMENT,
-    "what comes over the wire is checked before it is believed",
+    "data from the wire is validated before it is used",
     {
-        "a second Hello": lambda t: refused_with(t, hello=hello_with()),
-        "a first message that is no Hello": lambda t: _first(t, heartbeat=agent_pb2.Heartbeat()),
-        "a message that says nothing": refused_with,
-        "counts of another shape": lambda t: refused_with(
+        "a second Hello": lambda t: status_after(t, hello=hello_with()),
+        "a first message other than a Hello": lambda t: _first(t, heartbeat=agent_pb2.Heartbeat()),
+        "an empty message": status_after,
+        "counts of the wrong shape": lambda t: status_after(
             t, heat_report=spoilt_heat(slot_counts=pack(np.ones((8, 3, 4), np.int32)))
         ),
-        "counts below zero": lambda t: refused_with(t, heat_report=_counts(-1)),
-        "counts whose sum overflows": lambda t: refused_with(t, heat_report=_counts(2**31 - 1)),
+        "negative counts": lambda t: status_after(t, heat_report=_counts(-1)),
+        "counts whose sum overflows": lambda t: status_after(t, heat_report=_counts(2**31 - 1)),
         "a node name with ESC": lambda t: t.refusal(hello_with(node="\x1b[2J")),
         "a deployment name that is a path": lambda t: t.refusal(hello_with(deployment="../x")),
-        "a question about a name of 100 kB": lambda t: t.code_of(
+        "a status request for a name of 100 kB": lambda t: t.code_of(
             "GetStatus", operator_pb2.GetStatusRequest(deployment="x" * 100_000)
         ),
     },
 )
 
 
-@attempt("heat at a step that nobody is at, six times", "one rank's claim does not end the others' heat")
+@attempt("heat for a distant step, six times", "one rank's claim does not stop the heat of other ranks")
 async def _far(target: Target) -> str:
     async with target.honest() as group:
         for number in range(6):
             report = spoilt_heat((1 << 47) + 4096 * number)
             await group.ranks[0].say(heat_report=report)
     assert await target.code_of("ListDeployments", LIST) is Code.OK
-    return "bounded: honest heat goes on"
+    return "bounded: honest heat still arrives"
 
 
-@attempt("steps of any number in heartbeats, heat and plan reports", "a counter that jumps shuts no rank out")
+@attempt(
+    "arbitrary step numbers in heartbeats, heat and plan reports", "a counter that jumps excludes no rank"
+)
 async def _any_step(target: Target) -> str:
     async with target.honest() as group:
         rank = group.ranks[0]
@@ -67,10 +69,10 @@ async def _any_step(target: Target) -> str:
             )
             await rank.say(heat_report=spoilt_heat(step))
             await rank.say(plan_status=agent_pb2.PlanStatus(plan_id=1, state=1, step=step))
-    return "bounded: taken as lower numbers, and honest heat goes on"
+    return "bounded: read as lower numbers, and honest heat still arrives"
 
 
-@attempt("an error with ESC in a heartbeat", "an operator's terminal is given no control characters")
+@attempt("an error with ESC in a heartbeat", "no control characters reach an operator's terminal")
 async def _escape(target: Target) -> str:
     async with FakeGroup(target.service.address) as group:
         await group.join()
@@ -83,4 +85,4 @@ async def _escape(target: Target) -> str:
             await asyncio.sleep(0.05)
         assert problems
         assert all(problem.isprintable() for problem in problems)
-    return "bounded: shown without it"
+    return "bounded: shown without control characters"

@@ -20,12 +20,12 @@ def _answered(
     async def run(target: Target) -> str:
         answer = await get(target.service.metrics_address, path, **request)
         assert answer.status == status, answer.status
-        return f"refused: {status}"
+        return f"rejected: {status}"
 
 
-SECRET = "figures are for readers"
-READS = "the page only reads"
-FILES = "no file but the page's is served"
+SECRET = "only readers see figures"
+READS = "the page is read-only"
+FILES = "only the page's own files are served"
 _answered("the page's figures without a token", SECRET, 401, LIST, locked=True)
 _answered("the page's figures with a wrong token", SECRET, 401, LIST, locked=True, token="x" * 21)
 _answered("the page's figures with an agent's token", SECRET, 403, LIST, locked=True, token=to.AGENT)
@@ -37,14 +37,14 @@ _answered(
     locked=True,
     token=to.READER,
 )
-_answered("figures under a foreign name for this machine", SECRET, 403, LIST, Host="rebound.example")
-_answered("an order over HTTP", READS, 405, LIST, method="POST")
-_answered("a file beside the page", FILES, 404, "/../http_server.py")
-_answered("a file beside the page, in other letters", FILES, 404, "/%2e%2e/http_server.py")
-_answered("a deployment's name with a zero byte", "names are checked", 400, f"{LIST}/%00")
+_answered("figures under a foreign host name", SECRET, 403, LIST, Host="rebound.example")
+_answered("a command over HTTP", READS, 405, LIST, method="POST")
+_answered("a file outside the page", FILES, 404, "/../http_server.py")
+_answered("a percent-encoded file outside the page", FILES, 404, "/%2e%2e/http_server.py")
+_answered("a deployment name with a zero byte", "names are validated", 400, f"{LIST}/%00")
 
 
-@attempt("a header of a megabyte over HTTP", "a request's head is bounded")
+@attempt("an HTTP header of 1 MiB", "request headers are bounded")
 async def _endless(target: Target) -> str:
     host, _, port = target.service.metrics_address.rpartition(":")
     before = target.resident_bytes
@@ -55,4 +55,4 @@ async def _endless(target: Target) -> str:
     writer.close()
     grown = target.resident_bytes - before
     assert grown < 16 << 20
-    return f"refused: {max(0, grown) >> 20} MiB more"
+    return f"rejected: {max(0, grown) >> 20} MiB more"

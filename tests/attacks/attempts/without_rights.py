@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from eplb_core.wire.generated import operator_pb2
 from tests.attacks import target as to
-from tests.attacks.attempts.registry import attempt, refused
+from tests.attacks.attempts.registry import attempt, register_rejections
 from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, raw_call
 from tests.attacks.target import Target
 from tests.control.server.grpc_calls import bearer
@@ -21,38 +21,38 @@ async def _reflection(target: Target) -> Code:
     return code
 
 
-refused(
+register_rejections(
     Code.UNAUTHENTICATED,
-    "nothing is answered without a credential",
+    "no call is answered without a credential",
     {
-        "what is served, by reflection, without a token": _reflection,
+        "reflection without a token": _reflection,
         "read without a token": lambda t: t.code_of("ListDeployments", LIST),
         "pause without a token": lambda t: t.code_of("Pause", PAUSE),
         "pause with a wrong token": lambda t: t.code_of("Pause", PAUSE, bearer("x" * 21)),
-        "the right token in another scheme": lambda t: t.code_of(
+        "the right token with another scheme": lambda t: t.code_of(
             "Pause", PAUSE, (("authorization", f"Basic {to.OPERATOR}"),)
         ),
-        "a stream without a token": lambda t: t.turned_away(),
+        "a stream without a token": lambda t: t.status_of_silent_stream(),
     },
     locked=True,
 )
-refused(
+register_rejections(
     Code.PERMISSION_DENIED,
-    "a credential is good for its role, deployments and ranks alone",
+    "a credential is valid only for its role, deployments and ranks",
     {
         "a reader forgets a deployment": lambda t: t.code_of(
             "Forget", operator_pb2.ForgetRequest(deployment="decode"), bearer(to.READER)
         ),
-        "an agent asks for a decision": lambda t: t.code_of(
+        "an agent requests a decision": lambda t: t.code_of(
             "Rebalance", operator_pb2.RebalanceRequest(deployment="decode"), bearer(to.AGENT)
         ),
-        "a reader poses as a rank": lambda t: t.turned_away(to.READER),
+        "a reader poses as a rank": lambda t: t.status_of_silent_stream(to.READER),
         "a reader pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.READER)),
         "an agent pauses": lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT)),
-        "an operator poses as a rank": lambda t: t.turned_away(to.OPERATOR),
+        "an operator poses as a rank": lambda t: t.status_of_silent_stream(to.OPERATOR),
         "an agent of another deployment": lambda t: t.refusal(hello_with(deployment="prefill"), to.AGENT),
         "an agent of another rank": lambda t: t.refusal(hello_with(rank=5, ep_size=8), to.AGENT),
-        "a reader looks at another deployment": lambda t: t.code_of(
+        "a reader reads another deployment": lambda t: t.code_of(
             "GetStatus", operator_pb2.GetStatusRequest(deployment="prefill"), bearer(to.READER)
         ),
     },
@@ -60,14 +60,16 @@ refused(
 )
 
 
-@attempt("120 MB of bodies without a token, 30 at once", "refused before a byte is read", locked=True)
+@attempt(
+    "120 MB of bodies without a token, 30 at once",
+    "the call is rejected before its body is read",
+    locked=True,
+)
 async def _bodies(target: Target) -> str:
     return await _flood(target, "/eplb.v1.OperatorService/Pause", 96 * MIB)
 
 
-@attempt(
-    "120 MB of bodies to the health check, 30 at once", "memory is bounded, whatever is sent", locked=True
-)
+@attempt("120 MB of bodies to the health check, 30 at once", "memory is bounded for any input", locked=True)
 async def _health_bodies(target: Target) -> str:
     return await _flood(
         target, f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check", 256 * MIB
@@ -83,10 +85,10 @@ async def _flood(target: Target, method: str, most: int) -> str:
     return f"bounded: {max(0, grown) >> 20} MiB more"
 
 
-@attempt("a megabyte of metadata", "memory is bounded, whatever is sent", locked=True)
+@attempt("a megabyte of metadata", "memory is bounded for any input", locked=True)
 async def _metadata(target: Target) -> str:
     many = tuple((f"key-{number}", "x" * 1000) for number in range(1000))
     code = await target.code_of("ListDeployments", LIST, many)
     assert code is not Code.OK
     assert await target.code_of("ListDeployments", LIST, bearer(to.READER)) is Code.OK
-    return f"refused: {code.name}"
+    return f"rejected: {code.name}"

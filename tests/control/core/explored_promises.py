@@ -12,7 +12,7 @@ from tests.exploring import must
 
 def check_offer(state: State, service: int, offered: OfferedPlan) -> None:
     """Check a plan that a service is about to offer."""
-    must(state.open_plans[service] is None, "offered a plan while another was under way")
+    must(state.open_plans[service] is None, "offered a plan while another was in progress")
     offer = offer_of(offered)
     live = state.services[service].live
     assert live is not None
@@ -31,14 +31,14 @@ def check_done(state: State, offered: OfferedPlan | None) -> None:
     """Check that the ranks carried out a plan that a service records as done."""
     assert offered is not None
     switched = sum(version.path.count(offered) for version in (state.crew.version, *state.past_versions))
-    must(switched == len(offered.layers), "recorded a plan as done that the ranks did not carry out")
+    must(switched == len(offered.layers), "recorded a plan as done although the ranks did not carry it out")
 
 
 def check_called_off(state: State, offered: OfferedPlan | None) -> None:
     """Check that no rank holds a plan that a service records as called off."""
     must(
         all(agent.held_plan != offered for agent in state.crew.ranks),
-        "recorded a plan as ended that a rank still holds",
+        "recorded a plan as ended although a rank still holds it",
     )
 
 
@@ -56,10 +56,10 @@ def _check_plan(state: State, service: int, deployment: Deployment) -> None:
     offered = state.open_plans[service]
     plan = deployment.plan
     group = deployment.group
-    must((offered is None) == (plan is None), "the plan under way is not the one that was offered")
+    must((offered is None) == (plan is None), "the current plan is not the one that was offered")
     if offered is None or plan is None:
         return
-    must(plan.decision is offer_of(offered).decision, "the plan under way is not the one that was offered")
+    must(plan.decision is offer_of(offered).decision, "the current plan is not the one that was offered")
     must(plan.outcome is None, "a plan that has ended is still the current plan")
     must(group is not None and group.group_id == f"forming {offered.forming}", "a plan outlived its ranks")
 

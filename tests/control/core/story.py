@@ -107,7 +107,7 @@ class Story:
         return self.new_events()
 
     def steps_for(self, seconds: float) -> list[Event]:
-        """Let time pass while every rank makes one step per second."""
+        """Let time pass while every rank runs one step per second."""
         events = []
         for _ in range(round(seconds)):
             for member in self.deployment.connected:

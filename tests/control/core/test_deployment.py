@@ -78,8 +78,8 @@ def test_a_decision_is_due_after_every_interval_except_during_a_pause_or_a_plan(
     assert deployment.is_due(8)
 
 
-@pytest.mark.parametrize("steps", [1, 0], ids=["ranks make steps", "ranks are idle"])
-def test_missing_heat_is_a_problem_only_while_the_ranks_make_steps(story: Story, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 0], ids=["ranks run steps", "ranks are idle"])
+def test_missing_heat_is_a_problem_only_while_the_ranks_run_steps(story: Story, steps: int) -> None:
     story.joins()
     story.reports_heat(0, 4)
     for second in range(60):
@@ -225,7 +225,7 @@ def test_every_commit_extends_the_deadline_of_the_plan(story: Story) -> None:
     assert story.steps_for(PLAN_TIMEOUT - 1) == []
 
 
-def test_a_plan_does_not_time_out_while_no_steps_are_made(story: Story) -> None:
+def test_a_plan_does_not_time_out_while_no_steps_run(story: Story) -> None:
     """Traffic stops for an hour during a plan. This is no problem, and the plan continues afterwards."""
     story.joins()
     offer = story.offers(0, 1)

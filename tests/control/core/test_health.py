@@ -150,7 +150,7 @@ def test_an_idle_host_has_no_problem(story: Story, phase: StepPhase) -> None:
 
 
 def test_a_host_that_has_served_nothing_yet_has_no_problem(story: Story) -> None:
-    """Data-parallel ranks make dummy passes from the start on."""
+    """Data-parallel ranks run dummy passes from the start."""
     for number in range(40):
         report(story, number * WINDOW, 0, StepPhase.DUMMY)
         assert problems(story.deployment) == []
@@ -219,7 +219,7 @@ def test_a_problem_names_a_rank_with_late_heat_and_the_decision_that_it_delays(r
     )
     assert not story.deployment.is_due(136)
     story.waits(31)
-    assert problems(story.deployment) == [], "a rank is late only while the group makes steps"
+    assert problems(story.deployment) == [], "a rank is late only while the group runs steps"
     story.reports_heat(16 * reports, 480, ranks=range(RANKS - 1, RANKS))
     story.reports_heat(16 * (30 + reports), 16)
     story.waits(1)

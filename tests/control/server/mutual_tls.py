@@ -27,7 +27,7 @@ def flags(folder: Path, authority: Authority) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """As a renewal does it: whole or not at all."""
+    """Replace the file atomically, as a certificate renewal would."""
     new = path.with_suffix(".new")
     new.write_bytes(content)
     new.rename(path)

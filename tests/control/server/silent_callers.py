@@ -16,16 +16,16 @@ from tests.control.fake_group import FakeRank, first_placement, hello_of, live_o
 LIVE = live_of(first_placement())
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
-APART = [("grpc.use_local_subchannel_pool", 1)]
-"""A channel with a connection of its own."""
+SEPARATE_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""Channel options for a separate connection."""
 SECONDS = 8.0
-"""Far more than an honest call takes, and less than a silent one may last."""
+"""Much longer than an honest call takes, and shorter than a silent call may last."""
 
 
 @asynccontextmanager
 async def silent(address: str, method: str, calls: int) -> AsyncIterator[list[Any]]:
-    """Open ``count`` calls on one connection without ever sending a request."""
-    async with grpc.aio.insecure_channel(address, APART) as channel:
+    """Open ``calls`` calls on one connection without ever sending a request."""
+    async with grpc.aio.insecure_channel(address, SEPARATE_CONNECTION) as channel:
         opened = [channel.stream_unary(method)() for _ in range(calls)]
         await asyncio.gather(*(call.wait_for_connection() for call in opened[:1]))
         await asyncio.sleep(0.2)
@@ -39,8 +39,8 @@ async def healthy(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def served(address: str, agent: Any = None, reader: Any = None) -> None:
-    """A rank is welcomed, and an operator's question answered."""
+async def check_served(address: str, agent: Any = None, reader: Any = None) -> None:
+    """Check that a rank is welcomed and an operator's request is answered."""
     async with grpc.aio.insecure_channel(address) as channel:
         rank = FakeRank(channel, 0, agent)
         rank.patience = SECONDS

@@ -26,7 +26,7 @@ from eplb_service.control.server.outgoing.heat_feed import _Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import PHASES
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     EXPERTS,
@@ -185,7 +185,7 @@ async def test_a_recording_continues_a_trace_only_if_the_placement_fits(
             await group.send_heat(skewed_heat(8))
             assert await task == 0
     _, printed = capsys.readouterr().out.split("\n", 1)
-    recorded = held("trace record", printed)
+    recorded = checked_document("trace record", printed)
     assert recorded == {"out": str(out), "steps": 8, "lost_steps": 0, "dropped_reports": 0}
     assert open_trace(out).steps == 16
     assert await (await recording(service, *arguments, watched=False)) == 2

@@ -16,7 +16,7 @@ from eplb_core.wire.fields import MAX_VERSION
 from eplb_core.wire.generated import agent_pb2
 from eplb_service.control.core.leader import term_at
 from eplb_service.control.server.service import RunningService, running_service
-from tests.cli.published import held
+from tests.cli.published import checked_document
 from tests.control.fake_group import (
     EXPERTS,
     LAYERS,
@@ -47,7 +47,7 @@ async def test_deployments_lists_every_deployment(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "deployments", "--json") == 0
-    (listed,) = held("deployments", capsys.readouterr().out)["deployments"]
+    (listed,) = checked_document("deployments", capsys.readouterr().out)["deployments"]
     assert (listed["deployment"], listed["agents_connected"], listed["epoch"]) == ("decode", RANKS, 0)
     assert listed["digest"] == f"{group.live.digest:#018x}"
     assert await eplb(group, "deployments") == 0
@@ -57,7 +57,7 @@ async def test_deployments_lists_every_deployment(
 async def test_status_shows_layers_and_agents(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     async def status() -> Any:
         assert await eplb(group, "status", "decode", "--json") == 0
-        return held("status", capsys.readouterr().out)
+        return checked_document("status", capsys.readouterr().out)
 
     document = await status()
     assert document["status"]["steps_received"] == 8
@@ -104,10 +104,14 @@ async def test_placement_prints_and_writes_the_current_placement(
         assert saved["log2phy"].shape == (RANKS, LAYERS, EXPERTS)
     capsys.readouterr()
     assert await eplb(group, "placement", "decode", "--json") == 0
-    assert np.array(held("placement", capsys.readouterr().out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+    assert np.array(checked_document("placement", capsys.readouterr().out)["phy2log"]).shape == (
+        LAYERS,
+        RANKS,
+        SLOTS,
+    )
     assert await eplb(group, "placement", "decode", "--json", "--out", str(tmp_path / "both.json")) == 0
     shown = capsys.readouterr()
-    assert np.array(held("placement", shown.out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+    assert np.array(checked_document("placement", shown.out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
     assert "wrote epoch 0 to" in shown.err
     assert (tmp_path / "both.json").exists()
 
@@ -116,13 +120,13 @@ async def test_pause_stops_rebalance_until_resume(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "pause", "decode", "--json") == 0
-    assert held("pause", capsys.readouterr().out)["paused"]
+    assert checked_document("pause", capsys.readouterr().out)["paused"]
     assert await eplb(group, "rebalance", "decode") == 2
     assert "eplb: error: no decision can be made for 'decode': planning is paused" in capsys.readouterr().err
     assert await eplb(group, "resume", "decode", "--json") == 0
-    assert not held("resume", capsys.readouterr().out)["paused"]
+    assert not checked_document("resume", capsys.readouterr().out)["paused"]
     assert await eplb(group, "rebalance", "decode", "--json") == 0
-    answer = held("rebalance", capsys.readouterr().out)
+    answer = checked_document("rebalance", capsys.readouterr().out)
     assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
 
 
@@ -138,7 +142,7 @@ async def test_history_shows_the_verdicts_and_the_outcome_of_plans(
     capsys.readouterr()
     while True:
         assert await eplb(group, "history", "decode", "--json") == 0
-        (reported,) = held("history", capsys.readouterr().out)["plans"]
+        (reported,) = checked_document("history", capsys.readouterr().out)["plans"]
         if reported["outcome"]:
             break
         await asyncio.sleep(0.05)
@@ -179,7 +183,7 @@ async def test_forget_removes_history_metrics_and_pause(
     await until(lambda: not service.plane.deployments["decode"].connected)
     assert await eplb(group, "forget", "decode", "--json") == 0
     captured = capsys.readouterr()
-    assert held("forget", captured.out) == {"deployment": "decode", "forgotten": True}
+    assert checked_document("forget", captured.out) == {"deployment": "decode", "forgotten": True}
     audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
     assert ['"result": "done"' in line for line in audits] == [True]
     tick(service.plane)
@@ -248,7 +252,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         assert problem.endswith("`eplb lead decode`")
         assert await eplb(group, "lead", "decode", "--json") == 0
         captured = capsys.readouterr()
-        answer = held("lead", captured.out)
+        answer = checked_document("lead", captured.out)
         assert answer["raised"]
         assert answer["leader_term"] > IN_2106
         (audit_line,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]

@@ -191,7 +191,7 @@ async def test_concurrent_rebalance_calls_share_one_decision(
     assert first.plan_id == second.plan_id > 0
 
 
-async def test_a_second_agent_with_the_same_rank_in_another_forming_is_rejected(
+async def test_a_second_agent_with_the_same_rank_and_another_group_id_is_rejected(
     service: RunningService, group: FakeGroup
 ) -> None:
     code, text = await rejection_of(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))
@@ -216,7 +216,7 @@ async def test_a_new_stream_of_a_rank_replaces_its_old_stream(
     await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
 
 
-async def test_an_incomplete_forming_gives_way_to_another_one_after_a_timeout(
+async def test_an_incomplete_group_gives_way_to_another_group_after_a_timeout(
     service: RunningService,
 ) -> None:
     async with FakeGroup(service.address) as group:

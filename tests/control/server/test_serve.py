@@ -42,7 +42,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_prints_its_addresses_and_stops_on_a_signal(
+def test_a_service_prints_its_addresses_and_stops_on_a_signal(
     process: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     assert process.stdout is not None

@@ -144,7 +144,7 @@ async def answer_call(group: FakeGroup, plan_id: int) -> None:
     await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
 
 
-async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_starts_from_the_committed_layers(
+async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_keeps_committed_layers(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.fill_window()

@@ -17,7 +17,16 @@ from tests.control.fake_group import FakeRank, hello_of
 from tests.control.server.grpc_calls import bearer
 from tests.control.server.http_client import get
 from tests.control.server.service_under_test import settings
-from tests.control.server.silent_callers import APART, CHECK, LIVE, SECONDS, WATCH, healthy, served, silent
+from tests.control.server.silent_callers import (
+    CHECK,
+    LIVE,
+    SECONDS,
+    SEPARATE_CONNECTION,
+    WATCH,
+    check_served,
+    healthy,
+    silent,
+)
 
 AGENT = "agent-0123456789"
 READER = "reader-0123456789"
@@ -73,7 +82,7 @@ async def test_silent_streams_do_not_block_a_service_without_credentials() -> No
     async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
         silent_ranks = [FakeRank(channel, 0) for _ in range(200)]
         await asyncio.sleep(0.3)
-        await served(service.address)
+        await check_served(service.address)
         for rank in silent_ranks:
             rank.call.cancel()
 
@@ -89,7 +98,7 @@ async def test_silent_connections_block_no_caller_and_are_ended(
         connections = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
         for _, writer in connections:
             writer.write(content)
-        await served(service.address, bearer(AGENT), bearer(READER))
+        await check_served(service.address, bearer(AGENT), bearer(READER))
         ends = asyncio.gather(*(reader.read() for reader, _ in connections), return_exceptions=True)
         await asyncio.wait_for(ends, SECONDS)
         for _, writer in connections:
@@ -99,8 +108,8 @@ async def test_silent_connections_block_no_caller_and_are_ended(
 async def test_streams_with_a_credential_are_not_limited_per_host(path: Path) -> None:
     async with (
         running_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
-        grpc.aio.insecure_channel(service.address, APART) as shared_channel,
-        grpc.aio.insecure_channel(service.address, APART) as separate_channel,
+        grpc.aio.insecure_channel(service.address, SEPARATE_CONNECTION) as shared_channel,
+        grpc.aio.insecure_channel(service.address, SEPARATE_CONNECTION) as separate_channel,
     ):
         channels = (shared_channel, shared_channel, separate_channel)
         ranks = [FakeRank(channel, rank, bearer(AGENT)) for rank, channel in enumerate(channels)]

@@ -230,7 +230,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fault", ["rejected", "read-only", "locked", "deleted"])
-async def test_an_operator_command_that_is_not_stored_reports_it(path: str, order: str, fault: str) -> None:
+async def test_an_operator_command_reports_that_it_is_not_stored(path: str, order: str, fault: str) -> None:
     request, confirmation = ORDERS[order]
     async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
         writer = service.plane._writer

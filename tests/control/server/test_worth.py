@@ -25,7 +25,7 @@ from tests.control.server.conftest import settings
 from tests.control.server.service_under_test import tick, until
 
 Times = Callable[[np.ndarray], np.ndarray]
-"""Microseconds of steps from the tokens of each layer's most loaded rank, summed over layers, ``[T]``."""
+"""Step times in microseconds, ``[T]``, as a function of the tokens on each layer's most loaded rank."""
 
 
 class TimedGroup(FakeGroup):

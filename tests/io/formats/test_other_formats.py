@@ -58,7 +58,7 @@ def test_tensorrt_llm_statistics_are_summed_over_ranks(
     assert (trace.facts.ranks, trace.facts.top_k, trace.facts.layer_numbers) == (ranks, 2, ())
 
 
-def test_layers_keep_their_model_numbers(tmp_path: Path) -> None:
+def test_layers_keep_the_layer_numbers_of_the_model(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s", np.ones((1, 2, 3, 4), dtype=np.int64), layers=(3, 4, 10))
     assert open_trace(folder).facts.layer_numbers == (3, 4, 10)
 

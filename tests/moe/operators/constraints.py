@@ -26,88 +26,98 @@ MOST_INDEX = 16777215
 
 def matrix(rows: torch.Tensor, *dtypes: torch.dtype) -> None:
     """Check that ``rows`` is a non-empty matrix of one of these dtypes."""
-    assert rows.dtype in dtypes, f"rows are of {dtypes}, got {rows.dtype}"
-    assert rows.ndim == 2, f"rows are [N, H], got {list(rows.shape)}"
-    assert rows.numel(), "rows are not empty"
+    assert rows.dtype in dtypes, f"rows must have one of the dtypes {dtypes}, got {rows.dtype}"
+    assert rows.ndim == 2, f"rows must have the shape [N, H], got {list(rows.shape)}"
+    assert rows.numel(), "rows must not be empty"
 
 
 def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
     matrix(tokens, BF16, FP16)
-    assert indices.ndim == 2, "indices are [T, K]"
-    assert indices.dtype == torch.int64, f"indices are int64, got {indices.dtype}"
-    assert 0 <= int(indices.min()) <= int(indices.max()) < MOST_INDEX, "indices fit 24 bits"
-    assert indices.numel() < MOST_INDEX, "there are fewer indices than 24 bits count"
-    assert indices.shape[1] <= 512, "a token has up to 512 choices"
+    assert indices.ndim == 2, "indices must have the shape [T, K]"
+    assert indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}"
+    assert 0 <= int(indices.min()) <= int(indices.max()) < MOST_INDEX, "indices must fit into 24 bits"
+    assert indices.numel() < MOST_INDEX, "the number of indices must fit into 24 bits"
+    assert indices.shape[1] <= 512, "a token can have at most 512 choices"
 
 
 def unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> None:
     matrix(permuted_tokens, BF16, FP16)
-    assert sorted_indices.dtype in INDICES, "indices are integers"
-    assert sorted_indices.shape == permuted_tokens.shape[:1], "indices are [T * K], and each has a row"
-    assert probs is None or probs.dtype == permuted_tokens.dtype, f"probs are of the rows' dtype, got {probs}"
+    assert sorted_indices.dtype in INDICES, "indices must be integers"
+    assert sorted_indices.shape == permuted_tokens.shape[:1], (
+        "indices must have the shape [T * K], with one row each"
+    )
+    assert probs is None or probs.dtype == permuted_tokens.dtype, (
+        f"probs must have the dtype of the rows, got {probs}"
+    )
 
 
 def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None:
     matrix(x, FP16, BF16, torch.float32, torch.int8)
-    assert expert_idx.ndim == 2, "expert_idx is [T, K]"
-    assert expert_idx.dtype == torch.int32, f"expert_idx is int32, got {expert_idx.dtype}"
-    assert 0 < more["expert_num"] <= 10240, "expert_num is 1 to 10240"
-    assert int(expert_idx.max()) < more["expert_num"], "ids are below expert_num"
+    assert expert_idx.ndim == 2, "expert_idx must have the shape [T, K]"
+    assert expert_idx.dtype == torch.int32, f"expert_idx must be int32, got {expert_idx.dtype}"
+    assert 0 < more["expert_num"] <= 10240, "expert_num must be 1 to 10240"
+    assert int(expert_idx.max()) < more["expert_num"], "ids must be below expert_num"
     first, end = more["active_expert_range"]
-    assert 0 <= first <= end <= more["expert_num"], "the active range is within expert_num"
-    assert more["expert_tokens_num_type"] == GroupListType.COUNTS, "counts or pairs alone, no cumulative ones"
-    assert more["expert_tokens_num_flag"], "counts are always returned"
-    assert more["quant_mode"] in (QuantMode.NONE, QuantMode.DYNAMIC), "dynamic quantization or none"
-    assert more["active_num"] >= -1, "active_num is at least -1"
+    assert 0 <= first <= end <= more["expert_num"], "the active range must be within expert_num"
+    assert more["expert_tokens_num_type"] == GroupListType.COUNTS, "the group list must contain counts"
+    assert more["expert_tokens_num_flag"], "counts must be returned"
+    assert more["quant_mode"] in (QuantMode.NONE, QuantMode.DYNAMIC), "quantisation must be dynamic or none"
+    assert more["active_num"] >= -1, "active_num must be at least -1"
     quantizes = more["quant_mode"] == QuantMode.DYNAMIC
-    assert x.dtype != torch.int8 or not quantizes, "int8 is not quantized again"
+    assert x.dtype != torch.int8 or not quantizes, "int8 rows must not be quantised again"
     scale = more.get("scale")
     if scale is not None:
-        assert scale.dtype == torch.float32, f"scales are float32, got {scale.dtype}"
+        assert scale.dtype == torch.float32, f"scales must be float32, got {scale.dtype}"
         width = (end - first, x.shape[1]) if quantizes else (x.shape[0],)
-        assert tuple(scale.shape) == width, "a scale for each token, or for each value of the active experts"
+        assert tuple(scale.shape) == width, (
+            "there must be one scale per token, or per value of each active expert"
+        )
 
 
 def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: Any) -> None:
     rows_NK = x[0]
     weight_GKM = weight[0]
     matrix(rows_NK, FP16, BF16, torch.int8)
-    assert rows_NK.is_contiguous(), "x is not transposed"
-    assert weight_GKM.ndim == 3, "weights are [G, K, M]"
+    assert rows_NK.is_contiguous(), "x must not be transposed"
+    assert weight_GKM.ndim == 3, "weights must have the shape [G, K, M]"
     # The constraint applies to the axis of a transposed weight that is last in memory.
     inner = weight_GKM.shape[2] if weight_GKM.is_contiguous() else weight_GKM.shape[1]
-    assert max(rows_NK.shape[1], inner) < 65536, "inner axes are below 65536"
-    assert more["split_item"] in (2, 3), "one result"
-    assert more["group_type"] == 0, "rows are grouped"
+    assert max(rows_NK.shape[1], inner) < 65536, "inner axes must be shorter than 65536"
+    assert more["split_item"] in (2, 3), "there must be a single result"
+    assert more["group_type"] == 0, "the rows must be grouped"
     _group_list(more["group_list"], more["group_list_type"], rows_NK.shape[0], weight_GKM.shape[0])
     if rows_NK.dtype == torch.int8:
-        assert weight_GKM.dtype == torch.int8, "weights of int8 rows are int8"
-        assert more["output_dtype"] in SCALES, "the output has 16 bits"
-        assert more["scale"][0].dtype == SCALES[more["output_dtype"]], "scales fit the output"
-        assert more["per_token_scale"][0].dtype == torch.float32, "scales of rows are float32"
-        assert more["per_token_scale"][0].shape == rows_NK.shape[:1], "each row has a scale"
-        assert "bias" not in more, "biases of int8 rows are int32, before scaling"
+        assert weight_GKM.dtype == torch.int8, "weights for int8 rows must be int8"
+        assert more["output_dtype"] in SCALES, "the output must have 16 bits"
+        assert more["scale"][0].dtype == SCALES[more["output_dtype"]], (
+            "scales must have the dtype that the output requires"
+        )
+        assert more["per_token_scale"][0].dtype == torch.float32, "scales of rows must be float32"
+        assert more["per_token_scale"][0].shape == rows_NK.shape[:1], "each row must have a scale"
+        assert "bias" not in more, "int8 rows must have no bias, because it would be added before scaling"
     else:
-        assert rows_NK.dtype == weight_GKM.dtype, "rows and weights are of one dtype"
+        assert rows_NK.dtype == weight_GKM.dtype, "rows and weights must have the same dtype"
     if "bias" in more:
         groups = weight_GKM.shape[0]
         columns = weight_GKM.shape[2]
-        assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
-        assert more["bias"][0].dtype == BIASES[rows_NK.dtype], "biases fit the rows"
+        assert more["bias"][0].shape == (groups, columns), "there must be one bias per column of each group"
+        assert more["bias"][0].dtype == BIASES[rows_NK.dtype], (
+            "biases must have the dtype that the rows require"
+        )
 
 
 def _group_list(group_list_G: torch.Tensor, kind: int, rows: int, groups: int) -> None:
-    assert group_list_G.dtype == torch.int64, "a group list is int64"
-    assert group_list_G.shape == (groups,), "a group list has a number for each group"
+    assert group_list_G.dtype == torch.int64, "the group list must be int64"
+    assert group_list_G.shape == (groups,), "the group list must have one number per group"
     counts_G = group_list_G
     if kind == GroupListType.COUNTS:
-        assert groups > 1, "a list of counts is longer than one"
+        assert groups > 1, "a list of counts must have more than one element"
     else:
         counts_G = group_list_G.diff(prepend=group_list_G.new_zeros(1))
-    assert int(counts_G.min()) >= 0, "no group has less than no rows"
-    assert int(counts_G.sum()) <= rows, "groups have no more rows than there are"
+    assert int(counts_G.min()) >= 0, "a group cannot have a negative number of rows"
+    assert int(counts_G.sum()) <= rows, "the groups cannot have more rows than the input"
 
 
 def dynamic_quant(input: torch.Tensor) -> None:
@@ -116,31 +126,33 @@ def dynamic_quant(input: torch.Tensor) -> None:
 
 def swiglu(input: torch.Tensor, dim: int = -1) -> None:
     matrix(input, FP16, BF16, torch.float32)
-    assert input.shape[dim] % 2 == 0, "the input has two halves"
+    assert input.shape[dim] % 2 == 0, "the split axis must have an even length"
 
 
 def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *place: Any, **more: Any) -> None:
     matrix(x, FP16, BF16)
-    assert expert_ids.dtype == torch.int32, f"expert_ids is int32, got {expert_ids.dtype}"
-    assert 1 <= expert_ids.shape[0] <= 512, "every rank has a token, and up to 512"
-    assert place[-4] in ("mc2", ""), (
-        f"the operators have a communication domain of their own, got {place[-4]!r}"
-    )
-    assert more.get("group_tp") or x.shape[1] % 32 == 0, "on A2 the hidden size is a multiple of 32"
+    assert expert_ids.dtype == torch.int32, f"expert_ids must be int32, got {expert_ids.dtype}"
+    assert 1 <= expert_ids.shape[0] <= 512, "every rank must have 1 to 512 tokens"
+    assert place[-4] in ("mc2", ""), f"the operators need a separate communication domain, got {place[-4]!r}"
+    assert more.get("group_tp") or x.shape[1] % 32 == 0, "the hidden size must be a multiple of 32 on A2"
     experts = place[-1]
-    assert 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < experts, "ids are those of experts"
-    assert expert_ids.shape[1] <= min(16, experts), "a token has up to 16 choices, and no more than experts"
+    assert 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < experts, "ids must be expert ids"
+    assert expert_ids.shape[1] <= min(16, experts), (
+        "a token can have at most 16 choices, and not more than there are experts"
+    )
     mask = more.get("x_active_mask")
     if mask is not None:
-        assert mask.dtype == torch.bool, "a mask is bool"
-        assert mask.shape in (expert_ids.shape, expert_ids.shape[:1]), "a mask is of tokens or of choices"
+        assert mask.dtype == torch.bool, "the mask must be bool"
+        assert mask.shape in (expert_ids.shape, expert_ids.shape[:1]), (
+            "the mask must have one value per token or per choice"
+        )
         # A masked choice is not sent, so its id does not matter.
         active_TK = mask if mask.ndim == 2 else mask.unsqueeze(1)
         expert_ids = torch.where(active_TK, expert_ids, -1 - torch.arange(expert_ids.shape[1]))
     sorted_TK = expert_ids.sort(dim=1).values
-    assert (sorted_TK.diff(dim=1) > 0).all(), "the experts of a token are distinct"
+    assert (sorted_TK.diff(dim=1) > 0).all(), "the experts of a token must be distinct"
     scales = more.get("expert_scales")
-    assert scales is None or scales.dtype == torch.float32, "weights are float32"
+    assert scales is None or scales.dtype == torch.float32, "weights must be float32"
 
 
 CHECKS: dict[str, Callable[..., None]] = {

@@ -67,7 +67,9 @@ def test_every_operator_is_called_within_its_documented_constraints(
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "moge", "mc2"])
 @pytest.mark.parametrize("kind", ["grouped", "W8A8"])
-def test_one_slot_per_rank(dispatcher: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_layers_with_one_slot_per_rank_satisfy_the_constraints(
+    dispatcher: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """torch_npu does not accept a list with a single count."""
     row = next(row for row in BF16_ROWS if row["dispatcher"] == dispatcher and row["tokens"] == "different")
     row = row | {"kind": kind, "ranks": 2, "shared": "plain", "weigh_on_input": False, "mask": "none"}
@@ -123,7 +125,7 @@ def test_mc2_has_its_communication_domain_to_itself(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dtypes_that_no_operator_takes_are_refused_at_once(dtype: torch.dtype):
+def test_dtypes_that_no_npu_operator_supports_are_rejected(dtype: torch.dtype):
     check_dtype(3, "cpu", dtype)
     check_dtype(3, "npu", torch.bfloat16)
     with pytest.raises(ValueError, match=f"layer 3: on an NPU the tokens' dtype must be .*got {dtype}"):

@@ -58,7 +58,7 @@ def test_every_operator_of_the_contract_is_declared():
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=NAMES)
-def test_every_argument_is_torch_npus_with_its_default(schema: str):
+def test_every_argument_and_its_default_match_torch_npu(schema: str):
     theirs = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
     ours = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())
     positional = [argument.name for argument in theirs.values() if not argument.kwarg_only]
@@ -73,7 +73,7 @@ def test_every_argument_is_torch_npus_with_its_default(schema: str):
             assert known.default_value == argument.default
 
 
-def test_what_operators_return_has_the_dtypes_and_shapes_that_torch_npu_says(declared: SimpleNamespace):
+def test_results_have_the_dtypes_and_shapes_of_torch_npu(declared: SimpleNamespace):
     found = results("cpu", lambda name: getattr(declared, name))
     assert found == {title: expected for title, expected in RESULTS.items() if title != "about"}
 
@@ -103,6 +103,6 @@ def test_the_layer_calls_operators_as_declared(
     torch.testing.assert_close(layer(*tokens), expected(*tokens))
 
 
-def test_an_argument_that_is_not_declared_fails(declared: SimpleNamespace):
+def test_an_undeclared_argument_is_rejected(declared: SimpleNamespace):
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'active_rows'"):
         declared.npu_swiglu(torch.zeros(2, 4), active_rows=3)

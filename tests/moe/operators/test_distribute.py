@@ -39,7 +39,7 @@ def test_masked_tokens_are_neither_sent_nor_counted(kind: int, expected: list[in
     assert torch.equal(combined_TH, torch.stack([0.75 * hidden_TH[0], torch.zeros(5), 3.0 * hidden_TH[2]]))
 
 
-def test_in_two_levels_each_row_brings_its_weight():
+def test_each_row_carries_its_weight_in_a_two_level_dispatch():
     hidden_TH, ids_TK = tokens_and_ids()
     weights_TK = torch.arange(6.0).view(3, 2)
     dispatched = DISPATCH(hidden_TH, ids_TK, *ALONE, 4, expert_scales=weights_TK)
@@ -57,7 +57,7 @@ def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
     return dispatched[0].tolist(), dispatched[4].tolist()
 
 
-def test_rows_are_in_order_of_expert_and_then_source(eight_ranks: Ranks):
+def test_rows_are_ordered_by_expert_and_then_by_source(eight_ranks: Ranks):
     results = eight_ranks.run(rows_by_source, 16)
     rows, counts = results[0]
     # Expert 0 receives token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1 receives token 0
@@ -76,7 +76,7 @@ SPLIT_FURTHER = {"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "other"},
     ("ranks", "more"),
     [*((1, more) for more in (*SPLIT_FURTHER, {"global_bs": 2}, {"quant_mode": 1})), (2, {})],
 )
-def test_what_the_reference_cannot_do_is_refused(ranks: int, more: dict[str, object]):
+def test_unsupported_dispatch_arguments_are_rejected(ranks: int, more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
     with pytest.raises(
         ValueError, match=r"reference operator: |received 6 rows, but global_bs allows only 4"
@@ -85,14 +85,14 @@ def test_what_the_reference_cannot_do_is_refused(ranks: int, more: dict[str, obj
 
 
 @pytest.mark.parametrize("more", [*SPLIT_FURTHER, {"tp_world_size": 1}], ids=str)
-def test_combine_wants_what_dispatch_gave(more: dict[str, object]):
+def test_combine_requires_the_assist_info_of_its_dispatch(more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
     rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4)
     with pytest.raises(ValueError, match=r"reference operator: |must be the sixth result of dispatch"):
         COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **more)
 
 
-def test_rows_of_double_precision_are_summed_in_it():
+def test_double_precision_rows_are_summed_in_double_precision():
     hidden_TH = torch.full((2, 3), 1.0 + 2.0**-40, dtype=torch.float64)
     ids_TK = torch.tensor([[0, 1], [1, 0]])
     rows_AH, _, assist_info, _, counts = DISPATCH(hidden_TH, ids_TK, *ALONE, 2)[:5]

@@ -39,7 +39,7 @@ def test_permute_sorts_stably_and_unpermute_undoes_it(shape: tuple[int, int, int
     torch.testing.assert_close(restored_TH, hidden_TH * weights_TK.sum(dim=1, keepdim=True))
 
 
-def test_permute_returns_as_many_rows_as_asked_for():
+def test_permute_returns_the_requested_number_of_rows():
     hidden_TH, ids_TK = choices(4, 2, 3, seed=0)
     rows_NH, row_of_choice = reference.npu_moe_token_permute(hidden_TH, ids_TK, 5)
     assert rows_NH.shape == (5, 3)
@@ -115,14 +115,14 @@ def test_swiglu_gates_with_the_first_half():
     torch.testing.assert_close(out, (gate * torch.sigmoid(gate) * torch.tensor([3.0, 5.0])).unsqueeze(0))
 
 
-def test_what_the_reference_cannot_do_is_refused():
+def test_unsupported_routing_arguments_are_rejected():
     hidden_TH, ids_TK = choices(5, 2, 4, seed=0)
     for name, value in {"active_num": 3, "active_expert_range": [3, 5], "row_idx_type": 1}.items():
         with pytest.raises(ValueError, match="reference operator: "):
             reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **(ROUTING | {name: value}))
 
 
-def test_cpu_and_cuda_are_served_by_the_reference():
+def test_cpu_and_cuda_use_the_reference_operators():
     assert operators_for(torch.device("cpu")) is reference
     assert operators_for(torch.device("cuda")) is reference
 
@@ -166,7 +166,7 @@ def test_the_largest_sums_of_int8_products_are_exact(columns: int):
     assert out_NM.tolist() == [[float((columns - 1) * 128**2 + 127**2)] * 2]
 
 
-def test_init_routing_quantizes_what_it_sorts():
+def test_init_routing_quantises_the_sorted_rows():
     hidden_TH, ids_TK = choices(5, 2, 4, seed=3)
     rows_NH, row_of_choice, tokens_G, _ = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **ROUTING)
     quantized = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **ROUTING, quant_mode=QuantMode.DYNAMIC)
@@ -175,7 +175,7 @@ def test_init_routing_quantizes_what_it_sorts():
         assert torch.equal(got, expected)
 
 
-def test_sums_of_double_precision_stay_so():
+def test_double_precision_sums_stay_in_double_precision():
     """Under all-gather, each rank sums its own choices, so less precise sums would depend on the placement."""
     rows_NH = torch.tensor([[1.0], [2.0**-40], [-1.0]], dtype=torch.float64)
     out_TH = reference.npu_moe_token_unpermute(rows_NH, torch.arange(3), torch.ones(1, 3))
@@ -185,7 +185,7 @@ def test_sums_of_double_precision_stay_so():
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 0], [9, 0, 0, 0]])
-def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: list[int], biased: bool):
+def test_the_fused_kernel_equals_the_products_group_by_group(counts: list[int], biased: bool):
     generator = torch.Generator().manual_seed(0)
     rows_NK = torch.randn(9, 16, generator=generator).bfloat16()
     weight_GKM = torch.randn(4, 24, 16, generator=generator).bfloat16().transpose(1, 2)
@@ -199,7 +199,7 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
     torch.testing.assert_close(fused_NM[:used], found_NM[:used], rtol=2e-2, atol=2e-2)
 
 
-def test_other_matrices_are_multiplied_group_by_group():
+def test_matrices_that_the_fused_kernel_cannot_handle_are_recognised():
     weight_GKM = torch.zeros(4, 16, 24, dtype=torch.bfloat16)
     assert not local._fused_product_supports(torch.zeros(9, 16), weight_GKM)
     assert not local._fused_product_supports(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
