@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: device-checks screenshots proofs properties attack help size idiom stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-time bench-scale bench-engine
+.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-scale bench-engine
 
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,9 +151,6 @@ bench-split: warm ## compare splits of tokens over replicas by table, dealt and 
 
 bench-emulated: warm ## measure time per token without balancing, with the engine's EPLB and with ours, on emulated devices (12 minutes)
 	@$(BIN)/python -m benchmarks.emulated $(ARGS)
-
-bench-time: warm ## compare planning for time with planning for tokens (minutes); ARGS="--routes routes.npz --table moe_perf.parquet"
-	@$(BIN)/python -m benchmarks.time $(ARGS)
 
 bench-decide: warm ## measure decisions: false alarms, delays, and change against clock (minutes); ARGS="--traces DIR"
 	@$(BIN)/python -m benchmarks.decide $(ARGS)

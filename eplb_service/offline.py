@@ -150,8 +150,8 @@ def solve(
     topology
         Nodes and token groups; by default, one node and no shared tokens.
     options
-        Any other fields of ``PlannerSettings``. With a ``CostCurve`` as ``cost_curve``, the solver minimizes the time
-        of the slowest rank instead of the tokens of the hottest rank.
+        Any other fields of ``PlannerSettings``. With a ``CostCurve`` as ``cost_curve``, a layer changes only if this
+        shortens the time of its slowest rank.
 
     Returns
     -------

@@ -179,8 +179,6 @@ SETTING = Tour(
         Stop("eplb_core/solver/engine.py", "solve_many"),
         Stop("eplb_core/solver/layer.py", "solve_layer"),
         Stop("eplb_core/solver/engine.py", "solve_many"),
-        Stop("eplb_core/solver/time_layer.py", "solve_layer_for_time"),
-        Stop("eplb_core/solver/engine.py", "solve_many"),
         Stop("eplb_core/planner/solver_call.py", "solve_layers"),
         Stop(_DECIDE),
         Stop("eplb_core/planner/small_batches.py", "unpaid_changes"),

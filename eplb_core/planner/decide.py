@@ -33,7 +33,7 @@ from eplb_core.planner.price import move_price
 from eplb_core.planner.request import SolveRequest, groups_on_nodes
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.small_batches import hold_out_changes, unpaid_changes, with_optimism
-from eplb_core.planner.solver_call import solve_layers, time_curve
+from eplb_core.planner.solver_call import solve_layers
 from eplb_core.planner.topology import Topology
 from eplb_core.planner.verdicts import LayerVerdict, MovePrice
 from eplb_core.solver.engine import SolverError
@@ -126,8 +126,7 @@ def plan(
     solved = solve_layers(request, layer_P, figures.floor_L, groups, price.price)
     results = dict(zip(layer_P.tolist(), solved, strict=True))
     holdouts: dict[int, HeldOut] = {}
-    # With a cost curve, the solver has already held out step times, about which a hold-out of PAR would say little.
-    if hold_out and request.search.holdout and time_curve(settings) is None:
+    if hold_out and request.search.holdout:
         holdouts = hold_out_changes(figures, results, groups)
     return _plan_changes(figures, results, holdouts, price)
 
@@ -158,20 +157,13 @@ def plan_afresh(
 
 
 def _select_layers(figures: LayerFigures) -> npt.NDArray[np.int64]:
-    """Return the indices of the layers to solve, worst first.
-
-    With a cost curve, every layer that received tokens qualifies, because PAR says little about time.
-    """
-    settings = figures.request.settings
+    """Return the indices of the layers to solve, worst first."""
     search = figures.request.search
-    if time_curve(settings) is not None:
-        worst_first = np.argsort(-np.nan_to_num(figures.par_L, nan=0.0), kind="stable")
-        return worst_first[~np.isnan(figures.par_L[worst_first])][: settings.max_layers]
     bound_L = np.ones(figures.par_L.size)
     if search.warm and search.volatility:
         bound_L = figures.bound_L
     par_L = np.where(figures.reading_L, 1.0, figures.episode_par_L)
-    return _cherry_pick(par_L, bound_L, settings)
+    return _cherry_pick(par_L, bound_L, figures.request.settings)
 
 
 def _cherry_pick(par_L: Float64, bound_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:

@@ -6,6 +6,9 @@ fitted to experts that happened to be chosen in the same step, and it may even g
 layer therefore has a counterpart that is fitted to one half of the window and scored step by step on the other half.
 
 Large batches do not need this hold-out, because both effects are then below one percent.
+
+With a cost curve, the gain is measured in time instead of PAR. In addition, the change itself, which is fitted to the
+whole window, must save time on the steps of the window (``planner.layer_change``).
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eplb_core.cost.curve import CostCurve
 from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64, Int32, Placement, mean_par
-from eplb_core.planner.score import drawn_par
+from eplb_core.planner.score import drawn_par, drawn_us
 from eplb_core.solver.whole_tokens import thinned
 from eplb_core.solver.window import standard_error
 
@@ -76,7 +80,8 @@ class HeldOut:
     Parameters
     ----------
     gain_T
-        float64 ``[T]``, gain in PAR of each held-out step with tokens.
+        float64 ``[T]``, gain of each held-out step with tokens: in PAR or, with a cost curve, as a share of the current
+        layout's mean time.
     error
         Standard error of the mean gain.
     gap
@@ -89,7 +94,7 @@ class HeldOut:
 
     @property
     def gain(self) -> float:
-        """Mean gain in PAR; 0 if no step had tokens."""
+        """Mean gain; 0 if no step had tokens."""
         return float(self.gain_T.mean()) if self.gain_T.size else 0.0
 
     @property
@@ -109,6 +114,7 @@ def held_out(
     candidate: tuple[Placement, Int32],
     source_R1E: Float64 | None,
     split: str,
+    curve: CostCurve | None = None,
 ) -> HeldOut:
     """Evaluate one layer's candidate on the held-out half of a window.
 
@@ -126,10 +132,13 @@ def held_out(
         Tokens by source rank in this layer, as for ``token_split.split_shares``.
     split
         One of ``settings.SPLITS``.
+    curve
+        Cost curve, to measure the gain in time; ``None`` to measure it in PAR.
     """
+    layer_1 = np.array([layer])
 
     def par_T(heat_TLE: Counts, layout: tuple[Placement, Int32]) -> Float64:
-        return drawn_par(heat_TLE, *layout, source_R1E, split, np.array([layer]))[:, 0]
+        return drawn_par(heat_TLE, *layout, source_R1E, split, layer_1)[:, 0]
 
     current_T = par_T(parts.test_TLE, current)
     candidate_T = par_T(parts.test_TLE, candidate)
@@ -138,6 +147,12 @@ def held_out(
     current_T = current_T[busy_T]
     candidate_T = candidate_T[busy_T]
     gain_T = current_T - candidate_T
+    if curve is not None:
+        current_us_T, candidate_us_T = (
+            drawn_us(parts.test_TLE, *layout, source_R1E, split, curve, layer_1)[busy_T, 0]
+            for layout in (current, candidate)
+        )
+        gain_T = (current_us_T - candidate_us_T) / mean_par(current_us_T)
     error = standard_error(gain_T)
     if gain_T.size and gain_T.size < _MIN_STEPS:
         # With so few steps, the measured error is unreliable. Estimate it by assuming that the hottest rank's token
@@ -159,9 +174,9 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
     results
         Result of the candidate on the held-out half, by layer.
     costs
-        Cost of the layer's moves, in PAR, by layer.
+        Cost of the layer's moves, in the unit of the gain, by layer.
     min_gain
-        Minimum PAR improvement of any change.
+        Minimum gain of any change.
 
     Examples
     --------

@@ -24,7 +24,6 @@ from eplb_core.planner.layer_figures import LayerFigures, centre_on_draws
 from eplb_core.planner.plan import LayerPlan
 from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.score import drawn_par, par_by_step, split_steps, split_us
-from eplb_core.planner.settings import STEP
 from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.solver.engine import OutOfTimeError, SolverError
 from eplb_core.solver.layer import LayerResult
@@ -96,12 +95,13 @@ def _rejection(
 ) -> str | None:
     """Return the reason to reject a change, judged on the window's steps, or ``None`` to accept it.
 
-    With a cost curve, the change must save time. Otherwise, it must lower the PAR of the steps. With small batches, the
-    promised PAR must not exceed the current one either. With large batches it may, because under drift the solver's
-    hold-out has shown that keeping the layer would do even worse on later steps.
+    With a cost curve, the change must save time, because only the curve shows if a better balance outweighs the weight
+    reads of additional replicas. Otherwise, it must lower the PAR of the steps. With small batches, the promised PAR
+    must not exceed the current one either. With large batches it may, because under drift the solver's hold-out has
+    shown that keeping the layer would do even worse on later steps.
     """
-    if verdict.us_planned is not None:
-        if _pays_in_time(figures, verdict.layer, verdict.moves, verdict.us_planned):
+    if figures.request.settings.deciding_curve is not None and verdict.us_planned is not None:
+        if _saves_time(figures, verdict.layer, verdict.moves, verdict.us_planned):
             return None
         return f"kept: the change saves too little time for its {verdict.moves} moves ({verdict.reason})"
     if not _is_warm_flashlb(figures.request):
@@ -123,19 +123,12 @@ def _is_warm_flashlb(request: SolveRequest) -> bool:
     return request.search.warm and request.settings.policy == "flashlb"
 
 
-def _pays_in_time(figures: LayerFigures, layer: int, moves: int, us: float) -> bool:
-    """Return True if a change saves enough time to pay for its moves, or if the solver has already checked that.
-
-    If the host splits by step, the solver balances tokens and ignores time. Only the cost curve shows whether the
-    better balance outweighs the additional weight reads when more replicas are active.
-    """
-    settings = figures.request.settings
+def _saves_time(figures: LayerFigures, layer: int, moves: int, us: float) -> bool:
+    """Return True if the share of time that a change saves exceeds ``min_gain`` and the cost of its moves."""
     placement = figures.request.placement
-    if settings.split != STEP or settings.cost_curve is None or settings.cost_curve.linear:
-        return True
     move_cost = figures.move_price * moves / (placement.ranks * placement.slots)
     saved_us = figures.us_L[layer] - us
-    return bool(saved_us > (settings.min_gain + move_cost) * figures.us_L[layer])
+    return bool(saved_us > (figures.request.settings.min_gain + move_cost) * figures.us_L[layer])
 
 
 class _ScoredLayer:

@@ -7,7 +7,7 @@ which the search uses, are expected values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -113,7 +113,7 @@ def _serve(
         True to return every rank's load in every step.
     """
     layer_K = np.arange(placement.layers) if layer_K is None else layer_K
-    curve_4 = np.zeros(0) if curve is None else numbers_of(curve)
+    curve_4 = np.zeros(0) if curve is None else _numbers_of(curve)
     phy2log_KRS = placement.phy2log_LRS.copy()
     return serve_steps(as_kernel_heat(heat_TLE), layer_K, phy2log_KRS, host, curve_4, first_step, keep_loads)
 
@@ -168,7 +168,7 @@ def _stepwise_tokens(heat_TLE: Heat, placement: Placement) -> Float64:
     return tokens_TLP.reshape(len(heat_TLE), *phy2log_LRS.shape)
 
 
-def numbers_of(curve: CostCurve) -> Float64:
+def _numbers_of(curve: CostCurve) -> Float64:
     """Return a cost curve in the form that the kernels expect.
 
     It omits ``batch_us``, which applies to the tokens of all ranks.
@@ -318,20 +318,36 @@ def drawn_par(
     Use it for steps with few tokens, because the mean over a short window then depends on the random numbers of the
     draw. Arguments as for ``split_steps``.
     """
-    draws = int(np.clip(-(-_DRAWN_STEPS // max(len(heat_TLE), 1)), 1, _MAX_DRAWS))
-    pars = []
-    for draw in range(draws):
-        served = split_steps(
-            heat_TLE,
-            placement,
-            log2phy_RLE,
-            source_RLE,
-            split,
-            layer_K=layer_K,
-            first_step=draw * _DRAW_OFFSET,
-        )
-        pars.append(par_by_step(served))
-    mean_TK: Float64 = np.mean(pars, axis=0)
+    layout = placement, log2phy_RLE, source_RLE, split
+
+    def par_of_draw(first_step: int) -> Float64:
+        return par_by_step(split_steps(heat_TLE, *layout, layer_K=layer_K, first_step=first_step))
+
+    return _mean_of_draws(par_of_draw, len(heat_TLE))
+
+
+def drawn_us(
+    heat_TLE: Heat,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    curve: CostCurve,
+    layer_K: npt.NDArray[np.int64] | None = None,
+) -> Float64:
+    """Return the time of each step, averaged over several draws as in ``drawn_par``; arguments as for ``split_us``."""
+    layout = placement, log2phy_RLE, source_RLE, split
+
+    def us_of_draw(first_step: int) -> Float64:
+        return split_us(heat_TLE, *layout, curve, first_step, layer_K)
+
+    return _mean_of_draws(us_of_draw, len(heat_TLE))
+
+
+def _mean_of_draws(figure_of: Callable[[int], Float64], steps: int) -> Float64:
+    """Return the mean of a figure over draws of ``steps`` steps, given the number of a draw's first step."""
+    draws = int(np.clip(-(-_DRAWN_STEPS // max(steps, 1)), 1, _MAX_DRAWS))
+    mean_TK: Float64 = np.mean([figure_of(draw * _DRAW_OFFSET) for draw in range(draws)], axis=0)
     return mean_TK
 
 

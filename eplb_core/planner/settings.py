@@ -114,7 +114,10 @@ class PlannerSettings:
         1.02, float, "PAR, in episodes, up to which a layer is left alone (cherry-picking).", minimum=1.0
     )
     min_gain: float = _setting(
-        0.01, float, "Minimum reduction of PAR for which a layer is changed.", minimum=0.0
+        0.01,
+        float,
+        "Minimum gain for which a layer is changed, in PAR or, with a cost curve, as a share of its time.",
+        minimum=0.0,
     )
     max_layers: int | None = _setting(
         None,
@@ -162,13 +165,13 @@ class PlannerSettings:
     cost_curve: CostCurve | None = _setting(  # noqa: RUF009, declared like the other fields
         None,
         str,
-        "File of cost curves (from eplb calibrate), or FILE:PHASE. The planner then lowers the time of the slowest "
-        "rank instead of its tokens.",
+        "File of cost curves (from eplb calibrate), or FILE:PHASE. A layer then changes only if this shortens the time "
+        "of its slowest rank.",
     )
     fitted_curve: bool = _setting(
         False,
         bool,
-        "Plan by a cost curve that is fitted to the ranks' step times, once the fit is good enough.",
+        "Use a cost curve that is fitted to the ranks' step times, once the fit is good enough.",
         serve_only=True,
     )
     estimate_device: bool = _setting(
@@ -207,9 +210,6 @@ class PlannerSettings:
             raise SettingsError(
                 f"deal_width is {self.deal_width}; a dealing table has at most {MAX_ENTRIES} entries"
             )
-        for name in ("cost_curve", "fitted_curve"):
-            if getattr(self, name) and self.expert_groups is not None:
-                raise SettingsError(f"{name} and expert_groups cannot be used together; remove one of them")
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
                 "fitted_curve and split step cannot be used together: the split balances every step, so step times do "
@@ -240,6 +240,16 @@ class PlannerSettings:
             return
         if not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
             raise SettingsError(f"{option.name} is {value!r}; it must be a finite number, {minimum} or more")
+
+    @property
+    def deciding_curve(self) -> CostCurve | None:
+        """Cost curve by which a change must save time; ``None`` if a change must lower the PAR.
+
+        It is ``None`` if there is no curve or if time is proportional to tokens. The policy ``deepseek`` accepts every
+        change.
+        """
+        curve = self.cost_curve
+        return None if curve is None or curve.linear or self.policy != "flashlb" else curve
 
     def is_default(self, name: str) -> bool:
         """Return True if a setting has its default value.

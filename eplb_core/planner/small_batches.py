@@ -100,16 +100,19 @@ def unpaid_changes(
     if not request.search.warm or request.settings.policy != "flashlb":
         return {}
     slots = request.placement.ranks * request.placement.slots
+    by_time = request.settings.deciding_curve is not None
     costs = {}
     for layer, result in results.items():
         if isinstance(result, LayerResult) and layer in holdouts:
-            price = figures.move_price * float(figures.par_L[layer])
+            # The price is a share: of the time or, if the gain is measured in PAR, of the PAR.
+            price = figures.move_price * (1.0 if by_time else float(figures.par_L[layer]))
             costs[layer] = price * result.found.moves / slots
     paying_layers = paying(holdouts, costs, request.settings.min_gain)
+    unit = " of the layer's time" if by_time else ""
     return {
         layer: (
-            f"kept: on held-out steps with whole tokens, the change gains {holdout.gain:.3f} ± {holdout.error:.3f} "
-            f"and its moves cost {costs[layer]:.3f}"
+            f"kept: on held-out steps with whole tokens, the change gains {holdout.gain:.3f} ± {holdout.error:.3f}"
+            f"{unit} and its moves cost {costs[layer]:.3f}"
         )
         for layer, holdout in holdouts.items()
         if layer not in paying_layers
@@ -137,4 +140,5 @@ def _hold_out(request: SolveRequest, parts: Parts, layer: int, candidate: Candid
         (Placement(candidate.phy2log_RS[None], experts), log2phy_RE[:, None]),
         None if source_RLE is None else source_RLE[:, layer, None],
         request.settings.split,
+        request.settings.deciding_curve,
     )

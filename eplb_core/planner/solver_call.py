@@ -12,25 +12,11 @@ import numpy.typing as npt
 from eplb_core.placement import Float64, Int32
 from eplb_core.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
 from eplb_core.planner.request import SolveRequest
-from eplb_core.planner.score import numbers_of
 from eplb_core.planner.search_params import search_params_of
-from eplb_core.planner.settings import STEP, PlannerSettings
 from eplb_core.planner.unfitted_layout import unfitted_layers
-from eplb_core.solver import model
-from eplb_core.solver.engine import (
-    LayerBatch,
-    Limits,
-    Nodes,
-    SearchRules,
-    SolverError,
-    TimeObjective,
-    solve_many,
-)
+from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, SolverError, solve_many
 from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.window import shares_of_groups
-
-_MAX_TIMED_STEPS = 128
-"""Maximum number of a window's steps used to minimize time. Twice as many gained less than 0.2 % on the next window."""
 
 
 def solve_layers(
@@ -68,54 +54,12 @@ def solve_layers(
     search = request.search
     width = width_in_use(settings, request.log2phy_RLE)
     params = search_params_of(settings, request.placement, width, move_price, search)
-    timing = _time_objective(request, layer_P)
-    if timing is not None and params.tables == model.DEALT:
-        # The time objective is optimized source by source, and each entry of a dealing table is already a source.
-        params = params._replace(tables=model.SOLVED)
     batch = _layer_batch(request, layer_P, floor_L, width)
     episodes = batch.heat_LNE.shape[1]
     rules = SearchRules(params, np.array(search.half_lives) * episodes, settings.min_gain)
     node_R, node_G = request.topology.nodes()
     nodes = Nodes(node_R, np.repeat(node_G, width), expert_groups)
-    return solve_many(batch, rules, nodes, timing, Limits(settings.threads, settings.budget_ms))
-
-
-def time_curve(settings: PlannerSettings) -> Float64 | None:
-    """Return the cost curve for the kernels, float64 ``[4]``, or ``None`` if the solver minimizes PAR instead of time.
-
-    The solver minimizes PAR if there is no curve, if the curve is linear, or if the policy is not flashlb. It also does
-    so if the host splits by step. In that case, the search balances tokens, and a placement is only accepted if it
-    saves time.
-    """
-    curve = settings.cost_curve
-    if curve is None or curve.linear or settings.policy != "flashlb" or settings.split == STEP:
-        return None
-    return numbers_of(curve)
-
-
-def _time_objective(request: SolveRequest, layer_P: npt.NDArray[np.int64]) -> TimeObjective | None:
-    """Return the cost curve and the steps whose time the solver minimizes, or ``None`` if it minimizes PAR."""
-    settings = request.settings
-    curve_4 = time_curve(settings)
-    if curve_4 is None or settings.cost_curve is None:
-        return None
-    window = request.window
-    # Like the curve's floor, the batch term is the same for all placements, so add it to the floor.
-    curve_4[0] += settings.cost_curve.batch_us * float(window.heat_TLE.sum(axis=2).mean())
-    sampled_TPE = window.heat_TLE[_sampled_steps(window.steps, _MAX_TIMED_STEPS)][:, layer_P]
-    return TimeObjective(curve_4, sampled_TPE.astype(np.float64).transpose(1, 0, 2))
-
-
-def _sampled_steps(steps: int, limit: int) -> npt.NDArray[np.int64]:
-    """Return the indices of at most ``limit`` evenly spaced steps out of ``steps``.
-
-    Examples
-    --------
-    >>> _sampled_steps(10, 5).tolist()
-    [1, 3, 5, 7, 9]
-    """
-    count = min(limit, steps)
-    return (np.arange(count) * steps + steps // 2) // count
+    return solve_many(batch, rules, nodes, Limits(settings.threads, settings.budget_ms))
 
 
 def _layer_batch(

@@ -210,10 +210,10 @@ def peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: LayerLayout, ta
     """
     if tables == STEPWISE:
         return levels_of_episodes(candidate.phy2log_RS, scaled_EN)
-    return max_rank_loads(scaled_EN, candidate.phy2log_RS, shares_of(candidate, deployed, tables))
+    return max_rank_loads(scaled_EN, candidate.phy2log_RS, _shares_of(candidate, deployed, tables))
 
 
-def shares_of(candidate: Candidate, deployed: LayerLayout, tables: int) -> Float32:
+def _shares_of(candidate: Candidate, deployed: LayerLayout, tables: int) -> Float32:
     """Return the fraction of its expert's tokens that each slot receives, float32 ``[R, S]``."""
     if tables == EVEN:
         return even_shares(candidate.phy2log_RS, deployed.share_GE.shape[1])

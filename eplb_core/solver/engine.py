@@ -56,7 +56,6 @@ from eplb_core.solver.model import (
     homes,
     with_covariance,
 )
-from eplb_core.solver.time_layer import solve_layer_for_time
 from eplb_core.solver.topology import match_ranks
 from eplb_core.solver.window import halves_of
 
@@ -139,22 +138,6 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class TimeObjective:
-    """Cost curve and single steps, for lowering the slowest rank's time instead of the PAR.
-
-    Parameters
-    ----------
-    curve_4
-        float64 ``[4]``, a cost curve; see ``time_costs``.
-    steps_LNE
-        float64 ``[L, N', E]``, tokens of each expert in single steps.
-    """
-
-    curve_4: Float64
-    steps_LNE: Float64
-
-
-@dataclass(frozen=True)
 class Limits:
     """Limits on the computing resources of one call.
 
@@ -199,7 +182,6 @@ def solve_many(
     batch: LayerBatch,
     rules: SearchRules,
     nodes: Nodes = ONE_NODE,
-    timing: TimeObjective | None = None,
     limits: Limits = NO_LIMITS,
 ) -> list[LayerResult | SolverError]:
     """Solve all layers of a batch, in order.
@@ -214,9 +196,6 @@ def solve_many(
         Search parameters and the minimum gain of a change.
     nodes
         Nodes of the ranks and sources, and the expert groups.
-    timing
-        Cost curve and single steps, to lower the slowest rank's time; ``None`` to lower the PAR. If it is given, expert
-        groups are ignored.
     limits
         Number of threads and time budget.
 
@@ -241,18 +220,6 @@ def solve_many(
         layout = _layout_of(batch, layer, nodes)
         unplaced = bool(batch.unplaced_L[layer])
         try:
-            if timing is not None:
-                steps_NE = np.ascontiguousarray(timing.steps_LNE[layer], dtype=np.float64)
-                return solve_layer_for_time(
-                    heat_NE,
-                    steps_NE,
-                    layout,
-                    params,
-                    timing.curve_4,
-                    rules.min_gain,
-                    unplaced,
-                    rules.half_life_H,
-                )
             arguments = heat_NE, layout, params, rules.half_life_H, rules.min_gain, unplaced
             if nodes.expert_groups:
                 return _solve_by_node(*arguments, nodes.expert_groups)

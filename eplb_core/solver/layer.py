@@ -257,7 +257,7 @@ def _apply(
         else:
             phy2log_RS = layer.deployed.phy2log_RS
             if action == LOCAL:
-                price_K = move_prices(slot_price, params)
+                price_K = _move_prices(slot_price, params)
                 # The tolerance absorbs rounding errors, because ``price`` may have been stored as a multiple of the
                 # slot price.
                 phy2log_RS = _first_change(layer, params, price_K[price_K <= price * (1 + 1e-9)])
@@ -359,7 +359,7 @@ def _shortlist_prices(
         return par + slot_price * moves
 
     limit = cost(fit.deployed.phy2log_RS) - min_gain
-    price_K = move_prices(slot_price, params)
+    price_K = _move_prices(slot_price, params)
     sufficient: list[tuple[float, float, Int32]] = []
     for price, phy2log_RS in zip(price_K.tolist(), improved(fit, params, price_K, 1), strict=True):
         candidate_cost = cost(phy2log_RS)
@@ -400,7 +400,7 @@ def _without_tables(
     return par_on(Candidate(phy2log_RS, deployed.log2phy_GE, 0.0, 0), newer, deployed, tables), moves
 
 
-def move_prices(slot_price: float, params: SearchParams) -> Float64:
+def _move_prices(slot_price: float, params: SearchParams) -> Float64:
     """Return the prices per move that the local search tries, highest first."""
     return slot_price * (_PRICE_LADDER if params.options.price_ladder else np.ones(1))
 

@@ -53,7 +53,6 @@ def local_search(
     price_K: Float64,
     z: float,
     steps: int,
-    exchanges: bool = True,
 ) -> Int32:
     """Search downhill and return, for each price, the placement with the lowest smooth peak + price * moved slots.
 
@@ -74,8 +73,6 @@ def local_search(
         Weight of the standard deviation in a rank's risk.
     steps
         Maximum number of changes.
-    exchanges
-        False to allow only swaps, because the replica counts are fixed.
 
     Returns
     -------
@@ -99,7 +96,7 @@ def local_search(
         hot = hottest_of(smooth_max)
         hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
         gainer_slot = -1
-        if exchanges and (hot_slot < 0 or (frugal and step % EXCHANGES == 0)):
+        if hot_slot < 0 or (frugal and step % EXCHANGES == 0):
             # A swap fills two slots and an exchange only one, so half the relief is enough.
             bound = max(0.5 * swap_relief, MIN_RELIEF)
             gainer_slot, loser_rank, loser_slot, _ = _best_exchange(

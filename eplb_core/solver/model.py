@@ -22,8 +22,6 @@ Many kernels share these parameters:
 - ``share``: fraction of the expert's tokens that the replica receives.
 - ``hot``: the hottest rank, whose risk the search lowers.
 - ``bound``: gain that a change must exceed.
-- ``tokens_EN``, ``weight_N``: tokens of each expert in single steps, and the weights of the steps.
-- ``curve_4``: a cost curve; see ``time_costs``.
 """
 
 from __future__ import annotations

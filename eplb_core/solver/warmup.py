@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from eplb_core.placement import Placement
-from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, TimeObjective, solve_many
+from eplb_core.solver.engine import LayerBatch, Limits, Nodes, SearchRules, solve_many
 from eplb_core.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_core.solver.topology import choose_senders
 from eplb_core.solver.whole_tokens import HostSplit, serve_steps, thinned
@@ -40,7 +40,7 @@ def warm_up(threads: int | None = None) -> None:
 
 
 def _warm_search(placement: Placement, threads: int | None) -> None:
-    """Run the solver with each kind of tables, with and without a cost curve."""
+    """Run the solver with each kind of tables."""
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 32 * 6, dtype=np.float64).reshape(2, 32, 6)
     params = SearchParams(
@@ -52,14 +52,7 @@ def _warm_search(placement: Placement, threads: int | None) -> None:
         step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
-    timing = TimeObjective(_CURVE_4, heat_LNE)
-    without_curve = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    for tables, width, objective in (
-        *without_curve,
-        (DEALT, 2, None),
-        (EVEN, 1, timing),
-        (SOLVED, 1, timing),
-    ):
+    for tables, width in ((EVEN, 1), (RULE, 1), (SOLVED, 1), (STEPWISE, 1), (DEALT, 2)):
         batch = LayerBatch(
             heat_LNE,
             placement.phy2log_LRS,
@@ -69,7 +62,7 @@ def _warm_search(placement: Placement, threads: int | None) -> None:
         )
         rules = SearchRules(params._replace(tables=tables, width=width), np.array([np.inf, 2.0]), 0.0)
         nodes = Nodes(two_nodes, np.repeat(two_nodes, width))
-        for result in solve_many(batch, rules, nodes, objective, Limits(threads)):
+        for result in solve_many(batch, rules, nodes, Limits(threads)):
             if isinstance(result, Exception):
                 raise result
 

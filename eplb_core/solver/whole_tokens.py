@@ -96,7 +96,8 @@ def serve_steps(
     split
         Split of the tokens of these layers.
     curve_4
-        float64 ``[4]``, cost curve as in ``time_costs``; an empty array to return no times.
+        float64 ``[4]``, cost curve: floor, read and launch in microseconds, and slope in microseconds per token. An
+        empty array to return no times.
     first_step
         Number of the first step. A step's draws depend on its number and not on the steps around it.
     keep_loads
