@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from eplb_core.wire.codec import pack
 from eplb_core.wire.generated import operator_pb2
 from eplb_core.wire.operator import as_document
-from eplb_service.control.server.web.http_server import _HEADERS, PAGE, _finite
+from eplb_service.control.server.web.http_server import _HEADERS, PAGE
 
 PAGE_FILES = {
     f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()
@@ -185,7 +185,7 @@ def pictured(answers: dict[str, Any], page: dict[str, tuple[str, bytes]] | None 
             document = answers.get(path.removeprefix("/api/v1/"))
             if path.startswith("/api/v1/"):
                 kind = "application/json"
-                body = json.dumps(_finite(document or {"error": "unknown"})).encode()
+                body = json.dumps(document or {"error": "unknown"}).encode()
             else:
                 kind, body = extra.get(path) or PAGE_FILES.get(path, PAGE_FILES["/"])
             self.send_response(200 if document or not path.startswith("/api/v1/") else 404)

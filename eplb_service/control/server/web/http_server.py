@@ -388,19 +388,4 @@ def _certificate_names(request: web.Request) -> list[str]:
 
 def _json(response: Any) -> bytes:
     document = response if isinstance(response, Mapping) else as_document(response)
-    return json.dumps(_finite(document), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON document with NaN replaced by ``None``.
-
-    Examples
-    --------
-    >>> _finite({"par": [1.25, float("nan")]})
-    {'par': [1.25, None]}
-    """
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - true only for NaN
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
