@@ -42,3 +42,22 @@ def size_text(count: float) -> str:
         count /= 1000
         unit += 1
     return f"{digits(count)} {_UNITS[unit]}"
+
+
+def ratio_text(value: float) -> str:
+    """Return a peak-to-average ratio as text, or a dash if nothing was measured or no token was served."""
+    return f"{value:.3f}" if value > 0 else "-"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in its largest suitable unit.
+
+    Examples
+    --------
+    >>> duration_text(90), duration_text(150)
+    ('90 s', '2 min')
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from eplb_core.wire.channel import DEFAULT_ADDRESS
 from tools.prometheus_binaries import find
 
-LISTEN = "127.0.0.1:50551"
 METRICS = "127.0.0.1:9464"
 PROMETHEUS = "127.0.0.1:9090"
 _RULES = Path(__file__).parents[1] / "deploy/prometheus/rules.yml"
@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     seconds = parser.parse_args().seconds
     eplb = [sys.executable, "-m", "eplb_service.cli.main"]
-    serve = [*eplb, "serve", "--listen", LISTEN, "--metrics", METRICS, "--store", ":memory:"]
+    serve = [*eplb, "serve", "--listen", DEFAULT_ADDRESS, "--metrics", METRICS, "--store", ":memory:"]
     serve += ["--window-steps", "64", "--decision-interval", "32", "--report-steps", "8"]
-    demo = [*eplb, "demo", "--address", LISTEN, "--steps", str(_STEPS)]
+    demo = [*eplb, "demo", "--address", DEFAULT_ADDRESS, "--steps", str(_STEPS)]
     with tempfile.TemporaryDirectory(prefix="eplb-stack-") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         started = [stack.enter_context(running(serve, folder / "serve.log"))]
-        print(f"service      {LISTEN}, its web page at http://{METRICS}/")
+        print(f"service      {DEFAULT_ADDRESS}, its web page at http://{METRICS}/")
         program = find("prometheus")
         if program is None:
             print("prometheus   is neither installed nor downloadable, so the stack runs without it")

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from eplb_core.wire.channel import Security
+from eplb_core.wire.channel import DEFAULT_ADDRESS, Security
 
 TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
 """Library that transfers experts. ``auto`` selects one according to the experts' device."""
@@ -33,7 +33,7 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="EPLB_AGENT_", extra="forbid", frozen=True)
 
-    service: str = Field("127.0.0.1:50551", description="host:port of the service")
+    service: str = Field(DEFAULT_ADDRESS, description="host:port of the service")
     deployment: str = Field("default", description="name of this served model instance")
     node: str = Field(default_factory=socket.gethostname, description="host of this rank")
     data_host: str = Field(

@@ -298,7 +298,7 @@ def as_document(message: Any) -> dict[str, Any]:
     """Convert a message to a JSON-compatible dictionary that contains every field.
 
     Nested messages become dictionaries, packed arrays become nested lists, and digests become hexadecimal strings.
-    64-bit numbers remain numbers. Absent messages and absent optional fields are ``None``.
+    64-bit numbers remain numbers. Absent messages, absent optional fields and NaN are ``None``.
 
     Raises
     ------
@@ -321,6 +321,8 @@ def _document_value(message: Any, field: Any) -> Any:
     if field.has_presence and not message.HasField(field.name):
         return None
     if field.message_type is None:
+        if isinstance(value, float) and math.isnan(value):
+            return None
         return f"{value:#018x}" if field.name == "digest" else value
     if isinstance(value, tensor_pb2.PackedArray):
         return unpack(value, [None] * len(value.shape), field.name).tolist()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from eplb_core.wire.channel import Security
+from eplb_core.wire.channel import DEFAULT_ADDRESS, Security
 from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import operator_pb2_grpc
 from eplb_core.wire.operator import checked_answer
@@ -38,7 +38,7 @@ class Connection:
 
     SECTION: ClassVar[str] = "Connection to the service"
 
-    address: str = option("127.0.0.1:50551", "host:port of the service.", envvar="EPLB_ADDRESS")
+    address: str = option(DEFAULT_ADDRESS, "host:port of the service.", envvar="EPLB_ADDRESS")
     token: str | None = option(None, "Token, if the service requires one.", envvar="EPLB_AUTH_TOKEN")
     tls_ca: Path | None = option(
         None, "PEM file of the CA that signed the service's certificate.", envvar="EPLB_TLS_CA"
@@ -132,7 +132,7 @@ class Connection:
 
     def _channel(self) -> grpc.Channel:
         if self.address.startswith("http") or ":" not in self.address:
-            raise UserError(f"--address is {self.address!r}; expected host:port, such as 127.0.0.1:50551")
+            raise UserError(f"--address is {self.address!r}; expected host:port, such as {DEFAULT_ADDRESS}")
         try:
             security = Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
             if self.token:

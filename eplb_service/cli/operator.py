@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eplb_core.figures import digits, size_text
+from eplb_core.figures import ratio_text, size_text
 from eplb_core.placement import Placement
 from eplb_core.wire.codec import unpack
 from eplb_core.wire.generated import operator_pb2
@@ -27,10 +28,9 @@ from eplb_service.cli.file_options import DRAFT_LAYERS, FIRST_LAYER, FORMAT, che
 from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
 from eplb_service.cli.output import print_json, table_of
 from eplb_service.io.placement_file import SUFFIXES, write_placement
+from eplb_service.telemetry.deployment_figures import Figure, explanations, figures_of
 
 _FILE_HELP = f"File to write the placement to: {' or '.join(SUFFIXES)}."
-_IDLE_SECONDS = 30.0
-"""Age of the newest step, in seconds, above which the output also shows how old the figures are."""
 _MAX_ROWS = 8
 """Maximum number of layers and of ranks that ``eplb status`` shows without ``--all``."""
 
@@ -42,17 +42,8 @@ def deployments(service: Connection, json: bool = JSON) -> None:
     if json:
         print_json(as_document(response))
         return
-    columns = {
-        "deployment": lambda status: escape(status.deployment),
-        "agents": lambda status: f"{status.agents_connected}/{status.ranks}",
-        "epoch": lambda status: status.epoch,
-        "PAR": lambda status: ratio_text(status.par),
-        "moved": lambda status: size_text(status.bytes_moved),
-        "lost steps": lambda status: f"{status.steps_lost:,}",
-        "state": state_text,
-    }
     if response.deployments:
-        Console().print(table_of(response.deployments, columns))
+        Console().print(deployments_table(response.deployments))
     else:
         Console().print("no deployments yet: no agent has connected")
 
@@ -239,38 +230,38 @@ def _mean(past: operator_pb2.PastPlan, field: str) -> str:
     return ratio_text(fmean(ratios) if ratios else math.nan)
 
 
-def ratio_text(value: float) -> str:
-    """Format a peak-to-average ratio, or return a dash if nothing was measured or no token was served."""
-    return f"{value:.3f}" if value > 0 else "-"
+def deployments_table(deployments: Sequence[operator_pb2.DeploymentStatus]) -> Table:
+    """Return a table with one row per deployment."""
+    columns = {
+        "deployment": lambda status: escape(status.deployment),
+        "agents": lambda status: f"{status.agents_connected}/{status.ranks}",
+        "epoch": lambda status: status.epoch,
+        "PAR": lambda status: ratio_text(status.par),
+        "moved": lambda status: size_text(status.bytes_moved),
+        "lost steps": lambda status: f"{status.steps_lost:,}",
+        "state": state_text,
+    }
+    return table_of(deployments, columns)
 
 
 def summary_table(response: operator_pb2.GetStatusResponse) -> Table:
     """Return a table with the facts about a deployment, one per row."""
     status = response.status
     table = Table(show_header=False, title=escape(status.deployment))
-    rows = {
-        "shape": shape_text(status),
-        "agents": connected_text(response.agents, status.ranks),
-        "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
-        "PAR": par_text(status),
-        "steps": f"{status.steps_received:,} received, {status.steps_lost:,} lost",
-        "switched": f"{status.layers_switched:,} layers, {status.experts_moved:,} experts, "
-        f"{size_text(status.bytes_moved)}",
-        "last decision": escape(status.last_decision) or "none yet",
-        "state": state_text(status),
-    }
-    if status.HasField("forecast"):
-        rows["gain forecast"] = forecast_text(status.forecast)
-    if status.HasField("worth"):
-        rows["gain"] = gain_text(status)
-    if hottest := hottest_text(status):
-        rows["hottest"] = hottest
-    rows["redundancy"] = redundancy_text(status)
-    if status.HasField("move_price"):
-        rows["move price"] = escape(move_price_text(status.move_price))
-    for name, text in rows.items():
-        table.add_row(name, text)
+    table.add_row("state", state_text(status))
+    table.add_row("shape", shape_text(status))
+    table.add_row("agents", connected_text(response.agents, status.ranks))
+    table.add_row("placement", f"epoch {status.epoch}, digest {status.digest:#018x}")
+    for figure in chain(*figures_of(status).values()):
+        table.add_row(figure.name, figure_text(figure))
+    table.add_row("last decision", escape(status.last_decision) or "none yet")
     return table
+
+
+def figure_text(figure: Figure) -> str:
+    """Return a figure's value and note, with rich markup."""
+    colour = {"good": "green", "warn": "yellow", "bad": "red"}.get(figure.tone, "bold")
+    return f"[{colour}]{escape(figure.value)}[/], {escape(figure.note)}"
 
 
 def connected_text(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> str:
@@ -350,105 +341,3 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
     if status.paused:
         return "[yellow]paused[/]"
     return "switching" if status.plan_id else "[green]healthy[/]"
-
-
-def forecast_text(forecast: operator_pb2.Forecast) -> str:
-    """Return text with the PAR reduction expected from the current layout until the next decision."""
-    low, gain, high = (digits(par) for par in (forecast.gain_low, forecast.gain, forecast.gain_high))
-    return f"PAR {gain} until the next decision (95 %: {low} to {high})"
-
-
-def par_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Format the PAR of the newest steps, as served and under the initial layout, or a dash if no token was served."""
-    if not status.par > 0:
-        return "-"
-    age = idle_text(status)
-    when = f", {age} ago" if age else ""
-    text = f"{ratio_text(status.par)}{when} over the newest {status.par_steps} steps"
-    if status.HasField("worth"):
-        return f"{text}, initial layout {ratio_text(status.worth.par_left_alone)}"
-    return text
-
-
-def idle_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the time since the newest step, or an empty string if the figures are recent."""
-    if not status.HasField("idle_seconds") or status.idle_seconds < _IDLE_SECONDS:
-        return ""
-    return duration_text(status.idle_seconds)
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration in its largest suitable unit.
-
-    Examples
-    --------
-    >>> duration_text(90), duration_text(150)
-    ('90 s', '2 min')
-    """
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def gain_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the gain from balancing in one line with rich markup: the change in PAR, and in time if measured."""
-    worth = status.worth
-    par_change = f"PAR {digits(-worth.par_gain_percent, sign='+')} %"
-    if worth.HasField("gain_ms"):
-        colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
-        low, gain, high = (
-            digits(ms, sign="+") for ms in (worth.gain_low_ms, worth.gain_ms, worth.gain_high_ms)
-        )
-        percent = digits(worth.gain_percent, 2, "+")
-        ranks = digits(worth.ranks_worth, 2)
-        throughput = ""
-        if worth.HasField("tokens_per_second_won"):
-            throughput = f", {digits(worth.tokens_per_second_won, sign='+')} tokens/s"
-        return (
-            f"[{colour}]{escape(worth.verdict)}[/]: {gain} ms per step (99 %: {low} to {high}), {percent} %"
-            f"{throughput}, worth {ranks} of {status.ranks} ranks; {par_change}; {escape(worth.reason)}"
-        )
-    line = f"{par_change}; time {escape(worth.verdict)}: {escape(worth.reason)}"
-    if worth.HasField("estimate_low_ms"):
-        low = digits(worth.estimate_low_ms, sign="+")
-        high = digits(worth.estimate_high_ms, sign="+")
-        line += f"; estimate from the {escape(worth.price_kind)} cost of tokens: {low} to {high} ms per step"
-    return line
-
-
-def hottest_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the most loaded rank and the layer with the highest PAR, or an empty string if nothing was measured."""
-    if not (status.HasField("hottest_rank") and status.HasField("hottest_layer")):
-        return ""
-    return (
-        f"rank {status.hottest_rank} ({status.hottest_rank_load:.2f} x mean), "
-        f"layer {status.hottest_layer} (PAR {status.hottest_layer_par:.2f})"
-    )
-
-
-def redundancy_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return text with the number of redundant slots and their memory."""
-    size = status.redundant_bytes_per_rank
-    memory = f", {size_text(size)} per rank" if size else ""
-    return f"{status.redundant_slots} redundant slots per layer{memory}"
-
-
-def move_price_text(price: operator_pb2.MovePrice) -> str:
-    """Format the move price as time if known, otherwise as the PAR reduction that pays for moving all slots."""
-    if price.HasField("ms_per_move"):
-        return f"{digits(price.ms_per_move)} ms per expert, {price.kind}"
-    return f"moving every slot must lower PAR by {digits(100 * price.price)} %, {price.kind}"
-
-
-def explanations(status: operator_pb2.DeploymentStatus) -> list[str]:
-    """Return the reasons behind the times and prices of a deployment, one line each."""
-    lines = []
-    if status.HasField("worth"):
-        worth = status.worth
-        lines.append(f"gain: over the newest {worth.steps} steps; {worth.reason}")
-        if worth.price:
-            lines.append(f"cost of tokens, {worth.price_kind}: {worth.price}")
-    if status.HasField("move_price"):
-        lines.append(f"move price, {status.move_price.kind}: {status.move_price.reason}")
-    return lines

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeAlias
@@ -17,28 +17,23 @@ from typing import TypeAlias
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from eplb_core.figures import size_text
+from eplb_core.figures import duration_text, ratio_text
 from eplb_core.placement import Float64
 from eplb_core.wire.codec import unpack
 from eplb_core.wire.generated import operator_pb2
 from eplb_service.cli.client import Connection, OperatorCalls
 from eplb_service.cli.operator import (
     connected_text,
-    duration_text,
-    gain_text,
-    hottest_text,
-    idle_text,
-    move_price_text,
-    ratio_text,
-    redundancy_text,
+    deployments_table,
+    figure_text,
     shape_text,
     state_text,
 )
 from eplb_service.cli.options import UserError, argument, option, takes_options
 from eplb_service.cli.output import table_of
+from eplb_service.telemetry.deployment_figures import Figure, figures_of
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HOT = 1.25
@@ -187,7 +182,7 @@ def render(
             beside = _LINES_BESIDE_COMPACT_MAP + len(agents.plain.splitlines())
         map_rows = max(_MIN_MAP_ROWS, height - beside - len(lines))
     return Group(
-        *([_deployments_table(deployments)] if len(deployments) > 1 and not is_compact else []),
+        *([deployments_table(deployments)] if len(deployments) > 1 and not is_compact else []),
         *lines,
         _over_time(balance.points, width, _COMPACT_CHART_ROWS if is_compact else _CHART_ROWS),
         _map(balance, details.layers, width, map_rows),
@@ -196,42 +191,24 @@ def render(
     )
 
 
-def _deployments_table(deployments: _Deployments) -> Table:
-    columns = {
-        "deployment": lambda status: escape(status.deployment),
-        "agents": lambda status: f"{status.agents_connected}/{status.ranks}",
-        "PAR": lambda status: ratio_text(status.par),
-        "state": state_text,
-    }
-    return table_of(deployments, columns)
-
-
 def _facts(status: operator_pb2.DeploymentStatus, max_problems: int | None) -> list[str]:
     """Return the facts about a deployment, one line each, with rich markup."""
+    figures = figures_of(status)
     facts = [
         f"[bold]{escape(status.deployment)}[/]  {state_text(status)}  {shape_text(status)}",
-        _balance_line(status),
+        _values(figures["balance"]),
     ]
-    if status.HasField("worth"):
-        facts.append(f"gain: {gain_text(status)}")
+    facts += [f"{figure.name} {figure_text(figure)}" for figure in figures["gain"]]
     problems = status.problems[:max_problems]
     facts += [f"[red]problem:[/] {escape(problem)}" for problem in problems]
     if len(status.problems) > len(problems):
         facts.append(f"[red]and {len(status.problems) - len(problems)} more problems[/]")
-    price = f"; price {escape(move_price_text(status.move_price))}" if status.HasField("move_price") else ""
-    moved = f"moved: {status.layers_switched:,} layers, {size_text(status.bytes_moved)}{price}"
-    facts.append(f"{moved}; {redundancy_text(status)}")
-    return facts
+    return [*facts, _values(figures["cost"])]
 
 
-def _balance_line(status: operator_pb2.DeploymentStatus) -> str:
-    """Return the current PAR, the PAR of the initial layout, and the hottest rank and layer."""
-    age = idle_text(status)
-    line = f"PAR [bold]{ratio_text(status.par)}[/] {f'{age} ago' if age else 'now'}"
-    if status.HasField("worth"):
-        line += f", initial layout {ratio_text(status.worth.par_left_alone)}"
-    hottest = hottest_text(status)
-    return f"{line}; hottest {hottest}" if hottest else line
+def _values(figures: Iterable[Figure]) -> str:
+    """Return the figures in one line, without their notes."""
+    return "; ".join(f"{figure.name} [bold]{escape(figure.value)}[/]" for figure in figures)
 
 
 def _other_deployments(deployments: _Deployments, current: operator_pb2.DeploymentStatus) -> list[str]:

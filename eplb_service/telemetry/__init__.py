@@ -1,1 +1,1 @@
-"""Metrics and logs of the service."""
+"""Metrics and logs of the service, and figures of deployments as text."""

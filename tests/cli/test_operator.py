@@ -39,13 +39,13 @@ def test_a_large_deployment_is_summarised_or_printed_completely(monkeypatch, cap
     monkeypatch.setenv("COLUMNS", "80")
     _, shown, _ = eplb(capsys, "status", "decode")
     lines = shown.splitlines()
-    assert len(lines) <= 46
+    assert len(lines) <= 49
     assert max(map(len, lines)) <= 80
     assert "61 layers x" in shown
     assert "319 of 320 ranks connected on 40 nodes, at step 48,230" in shown
     assert "+3,750 ms per step" in shown
     assert "worth 8.3 of 320 ranks" in " ".join(shown.replace("│", " ").split())
-    assert "64 redundant slots per layer, 2.55 GB per rank" in shown
+    assert "2.55 GB per rank, for 64 slots per layer" in shown
     worst = max(whole.layers, key=lambda layer: layer.par).layer
     first = [line.split()[0] for line in lines if line[:2].strip().isdigit()]
     assert (first[0], first[8:10]) == (str(worst), ["77", "5"])

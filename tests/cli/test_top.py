@@ -54,12 +54,12 @@ def test_a_terminal_of_24_lines_shows_the_key_figures() -> None:
     text = "\n".join(lines)
     for excerpt in (
         "decode  9 problems  61 layers x 256 experts on 320 ranks x 1 slots",
-        "PAR 1.4",
-        "now, initial layout 1.740; hottest rank 5 (1.04 x mean), layer",
+        "PAR now 1.4",
+        "; initial layout 1.740; hottest rank 5; hottest layer 17",
         "problem: rank 1: its transfer failed",
         "and 7 more problems",
-        "gain: helps: +6.12 ms per step (99 %: +4.9 to +7.3)",
-        "moved: 612 layers, 178 GB; price 0.35 ms per expert, measured",
+        "gain +6.12 ms per step, helps: +12.9 % of a step (99 %: +4.9 to +7.3 ms)",
+        "redundancy 2.55 GB per rank; move price 0.35 ms per expert; switched 612 layers",
         "2 more: draft 1.070 paused, prefill 1.070 healthy",
         "PAR over",
         " s ago, done: 21 of 21 layers",
@@ -80,12 +80,12 @@ def test_the_initial_layout_is_a_line_of_the_chart() -> None:
 def test_stale_figures_show_their_age() -> None:
     look = messages(8, 12)
     look.whole.status.idle_seconds = 400
-    assert any("7 min ago" in line for line in look_at(look, 100))
+    assert any("PAR 7 min ago 1." in line for line in look_at(look, 100))
     look.whole.status.par = 0
     look.whole.status.ClearField("worth")
     lines = look_at(look, 100)
-    assert any(line.startswith("PAR - ") for line in lines)
-    assert not any(line.startswith("gain:") for line in lines)
+    assert any(line.startswith("PAR 7 min ago -") for line in lines)
+    assert not any(line.startswith("gain ") for line in lines)
 
 
 @pytest.mark.parametrize(("pressed", "leaves"), [("q", True), ("x", False)])

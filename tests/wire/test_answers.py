@@ -56,6 +56,7 @@ def test_a_document_has_every_field_and_none_for_absent_ones() -> None:
         "last_plan": None,
     }
     assert as_document(pb.AgentStatus(rank=3))["silent_seconds"] is None
+    assert as_document(pb.BalancePoint(par=math.nan))["par"] is None
     assert as_document(pb.AgentStatus(silent_seconds=0.0))["silent_seconds"] == 0.0
 
 

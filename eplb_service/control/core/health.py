@@ -121,6 +121,12 @@ def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
     return steps, loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
 
 
+def mean_loads(loads_LR: Float64) -> Float64:
+    """Return each rank's mean load over the layers with tokens, ``[R]``; empty if no layer had tokens."""
+    measured_L = loads_LR.any(axis=1)
+    return loads_LR[measured_L].mean(axis=0) if measured_L.any() else np.zeros(0)
+
+
 def redundancy(deployment: Deployment) -> tuple[int, int]:
     """Return the redundant slots per layer and the bytes that each rank holds in them.
 

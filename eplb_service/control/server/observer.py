@@ -19,6 +19,7 @@ from eplb_core.wire.operator import BalancePoint, PastPlan
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import (
     BalanceSeries,
+    mean_loads,
     mean_measured_par,
     measured_par,
     problems,
@@ -207,14 +208,11 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
 
 def _balance(deployment: Deployment) -> dict[str, Any]:
     par_L = measured_par(deployment)
-    steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
-    measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
-    loads_R = loads_LR[measured_L].mean(axis=0) if measured_L.any() else np.zeros(0)
-    hottest = int(loads_R.argmax()) if loads_R.size else None
+    loads_R = mean_loads(rank_loads(deployment, _LOAD_STEPS)[1])
     _, redundant_bytes = redundancy(deployment)
     return {
         "eplb_redundant_bytes_per_rank": redundant_bytes or None,
-        "eplb_hottest_rank": hottest,
+        "eplb_hottest_rank": int(loads_R.argmax()) if loads_R.size else None,
         "eplb_hottest_layer": int(par_L.argmax()) if par_L.any() else None,
         "eplb_par_realised": {layer: par for layer, par in enumerate(par_L.tolist()) if par > 0},
         "eplb_par_planned": deployment.planned_par,

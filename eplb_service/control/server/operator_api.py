@@ -17,6 +17,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.health import (
     RECENT_STEPS,
+    mean_loads,
     mean_measured_par,
     measured_par,
     problems,
@@ -186,10 +187,8 @@ def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
     if par_L.any():
         fields["hottest_layer"] = int(par_L.argmax())
         fields["hottest_layer_par"] = float(par_L.max())
-    steps, loads_LR = rank_loads(deployment, RECENT_STEPS)
-    measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
-    if measured_L.any():
-        loads_R = loads_LR[measured_L].mean(axis=0)
+    loads_R = mean_loads(rank_loads(deployment, RECENT_STEPS)[1])
+    if loads_R.size:
         fields["hottest_rank"] = int(loads_R.argmax())
         fields["hottest_rank_load"] = float(loads_R.max())
     return fields

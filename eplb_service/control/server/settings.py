@@ -30,7 +30,7 @@ from eplb_core.planner.settings import (
     planner_settings,
 )
 from eplb_core.planner.settings import SettingsError as PlannerSettingsError
-from eplb_core.wire.channel import is_loopback
+from eplb_core.wire.channel import DEFAULT_ADDRESS, is_loopback
 from eplb_core.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.control.server.lease.leadership import checked_lease
 
@@ -48,7 +48,7 @@ class SettingsError(ValueError):
 def _checked_address(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[2]) > 65535:
-        raise ValueError("an address is host:port, for example 127.0.0.1:50551 or [::1]:0")
+        raise ValueError(f"an address is host:port, for example {DEFAULT_ADDRESS} or [::1]:0")
     return address
 
 
@@ -85,7 +85,7 @@ class ServiceSettings(_PlannerFields):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     listen: _Address = Field(
-        "127.0.0.1:50551", description="host:port for agents and operators; port 0 selects a free port"
+        DEFAULT_ADDRESS, description="host:port for agents and operators; port 0 selects a free port"
     )
     metrics: _Address = Field(
         "127.0.0.1:9464", description="host:port of /metrics, and of the web page unless page is set"
@@ -118,7 +118,8 @@ class ServiceSettings(_PlannerFields):
         description="heat for first plans, as DEPLOYMENT=SOURCE,...; a source is another deployment or a trace",
     )
     report_steps: _ReportSteps = Field(
-        "auto", description="steps per heat report, 1 to 1024; auto: 16, and up to 64 with many ranks"
+        "auto",
+        description=f"steps per heat report, 1 to {_MAX_REPORT_STEPS}; auto: 16, and up to 64 with many ranks",
     )
     heat_phase: Literal["all", "prefill", "decode"] = Field(
         "all",

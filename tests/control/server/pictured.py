@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from eplb_core.wire.codec import pack
 from eplb_core.wire.generated import operator_pb2
 from eplb_core.wire.operator import as_document
-from eplb_service.control.server.web.http_server import _HEADERS, PAGE, _finite
+from eplb_service.control.server.web.http_server import _HEADERS, PAGE, figures_document
 
 PAGE_FILES = {
     f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()
@@ -41,11 +41,16 @@ class Pictured:
 
 def documents(*sizes: int, **facts: Any) -> dict[str, Any]:
     """Return the document of every API path, for one deployment of the given size and two small ones."""
-    look = messages(*sizes, **facts)
+    return documents_of(messages(*sizes, **facts))
+
+
+def documents_of(look: Pictured) -> dict[str, Any]:
+    """Return the document of every API path for these messages."""
     return {
         "service": {"version": "0.1.0"},
         "deployments": {"deployments": [as_document(status) for status in look.known]},
         "deployments/decode": as_document(look.whole),
+        "deployments/decode/figures": figures_document(look.whole),
         "deployments/decode/balance": as_document(look.balance),
         "deployments/decode/history": as_document(look.history),
     }
@@ -185,7 +190,7 @@ def pictured(answers: dict[str, Any], page: dict[str, tuple[str, bytes]] | None 
             document = answers.get(path.removeprefix("/api/v1/"))
             if path.startswith("/api/v1/"):
                 kind = "application/json"
-                body = json.dumps(_finite(document or {"error": "unknown"})).encode()
+                body = json.dumps(document or {"error": "unknown"}).encode()
             else:
                 kind, body = extra.get(path) or PAGE_FILES.get(path, PAGE_FILES["/"])
             self.send_response(200 if document or not path.startswith("/api/v1/") else 404)

@@ -49,9 +49,14 @@ async def test_the_page_shows_the_figures_of_the_service(service: RunningService
     address = service.metrics_address
     assert (await get(address, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
     status = (await get(address, "/api/v1/deployments/decode")).document
+    figures = (await get(address, "/api/v1/deployments/decode/figures")).document
     balance = (await get(address, "/api/v1/deployments/decode/balance")).document
     plans = (await get(address, "/api/v1/deployments/decode/history")).document["plans"]
     assert status["status"]["agents_connected"] == RANKS
+    assert (figures["balance"][0]["name"], figures["balance"][0]["value"]) == (
+        "PAR now",
+        f"{status['status']['par']:.3f}",
+    )
     assert [layer["layer"] for layer in status["layers"]] == list(range(LAYERS))
     assert all(0 <= agent["silent_seconds"] < 60 for agent in status["agents"])
     assert len(balance["rank_loads"]) == LAYERS
@@ -241,6 +246,7 @@ PAGE_PATHS = (
     "/api/v1/service",
     "/api/v1/deployments",
     "/api/v1/deployments/decode",
+    "/api/v1/deployments/decode/figures",
     "/metrics/..",
 )
 

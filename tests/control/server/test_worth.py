@@ -110,8 +110,8 @@ async def service_and_group(
 def page_documents(service: RunningService) -> str:
     """Return all documents about the deployment that the page reads."""
     documents = []
-    for path in ("deployments", "deployments/decode", "deployments/decode/balance"):
-        with urllib.request.urlopen(f"{service.page_url}api/v1/{path}") as answer:
+    for path in ("", "/decode", "/decode/figures", "/decode/balance"):
+        with urllib.request.urlopen(f"{service.page_url}api/v1/deployments{path}") as answer:
             documents.append(answer.read().decode())
     return "\n".join(documents)
 

@@ -26,6 +26,7 @@ from eplb_service.control.server.access.gate import CALLER, Caller, Gate
 from eplb_service.control.server.access.quotas import makes_room
 from eplb_service.control.server.listening import Certificates, ListenError, StatusError, code_of
 from eplb_service.control.server.operator_api import OperatorService
+from eplb_service.telemetry.deployment_figures import explanations, figures_of
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
 
@@ -53,10 +54,12 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Server": f"eplb/{__version__}",
 }
+_FIGURES = "deployments/{deployment}/figures"
 _CALLS: dict[str, tuple[str, type[Any], dict[str, Any]]] = {
     "service": ("ListDeployments", operator_pb2.ListDeploymentsRequest, {}),
     "deployments": ("ListDeployments", operator_pb2.ListDeploymentsRequest, {}),
     "deployments/{deployment}": ("GetStatus", operator_pb2.GetStatusRequest, {}),
+    _FIGURES: ("GetStatus", operator_pb2.GetStatusRequest, {}),
     "deployments/{deployment}/balance": ("GetBalance", operator_pb2.GetBalanceRequest, {}),
     "deployments/{deployment}/history": ("GetHistory", operator_pb2.GetHistoryRequest, {"limit": 20}),
 }
@@ -297,13 +300,14 @@ class HttpServer:
             if path == "service":
                 return {"version": __version__}
             CALLER.set(Caller(credential, host))
-            return await getattr(self._operators, call)(message, None)
+            response = await getattr(self._operators, call)(message, None)
         except (StatusError, RefusedError, WireError) as error:
             if path == "service" and not token and code_of(error) is grpc.StatusCode.UNAUTHENTICATED:
                 # The page requests this path first, to find out whether it needs a token.
                 return {"token_required": True}
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
+        return figures_document(response) if path == _FIGURES else response
 
 
 def listen_on(address: str, flag: str) -> socket.socket:
@@ -386,21 +390,13 @@ def _certificate_names(request: web.Request) -> list[str]:
     return subject + [value for _, value in certificate.get("subjectAltName", ())]
 
 
+def figures_document(response: operator_pb2.GetStatusResponse) -> dict[str, Any]:
+    """Return the figures of a deployment as text, with their explanations, as a JSON-compatible dictionary."""
+    groups = figures_of(response.status)
+    documents = {group: [figure._asdict() for figure in figures] for group, figures in groups.items()}
+    return {**documents, "explanations": explanations(response.status)}
+
+
 def _json(response: Any) -> bytes:
     document = response if isinstance(response, Mapping) else as_document(response)
-    return json.dumps(_finite(document), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON document with NaN replaced by ``None``.
-
-    Examples
-    --------
-    >>> _finite({"par": [1.25, float("nan")]})
-    {'par': [1.25, None]}
-    """
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - true only for NaN
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()

@@ -27,14 +27,11 @@ export function rebuild(id, key, make) {
 export const ratio = (value) => (value ? value.toFixed(3) : "–");
 export const count = (value) => Math.round(value).toLocaleString("en");
 
-// Three significant digits, never in exponential notation.
-export const digits = (value, precision = 3) => value.toLocaleString("en", { maximumSignificantDigits: precision });
-
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;
   while (value >= 999.5 && unit < units.length - 1) { value /= 1000; unit += 1; }
-  return `${digits(value)} ${units[unit]}`;
+  return `${value.toLocaleString("en", { maximumSignificantDigits: 3 })} ${units[unit]}`;
 }
 
 export function ago(seconds) {

@@ -1,6 +1,6 @@
 // Polls the service every two seconds and updates all sections of the page.
 import { drawLoads, drawPar } from "./charts.js";
-import { showAgents, showNames, showPlans, showProblems, showSwitch, showTiles, showTitle, showWorth } from "./parts.js";
+import { showAgents, showExplanations, showNames, showPlans, showProblems, showSwitch, showTiles, showTitle } from "./parts.js";
 
 const POLL_MS = 2000;
 const at = (id) => document.getElementById(id);
@@ -58,12 +58,12 @@ async function update() {
 
 async function showDeployment(status) {
   const path = `deployments/${encodeURIComponent(status.deployment)}`;
-  const [details, balance] = await Promise.all([request(path), request(`${path}/balance`)]);
-  latest = { status: details.status, layers: details.layers, agents: details.agents, balance };
+  const [details, figures, balance] = await Promise.all([request(path), request(`${path}/figures`), request(`${path}/balance`)]);
+  latest = { status: details.status, layers: details.layers, agents: details.agents, figures, balance };
   showTitle(latest);
   showProblems(latest.status.problems);
   showTiles(latest);
-  showWorth(latest);
+  showExplanations(latest.figures.explanations);
   showAgents(latest);
   showSwitch(latest);
   draw();

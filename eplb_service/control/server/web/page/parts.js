@@ -1,5 +1,5 @@
 // The text sections of the page: names, problems, figures, the last plan, agents and past plans.
-import { ago, at, bytes, clock, count, digits, element, ratio, rebuild, tip } from "./dom.js";
+import { ago, at, bytes, clock, count, element, ratio, rebuild, tip } from "./dom.js";
 
 const CHIPS = 8;
 const ROWS = 12;
@@ -34,97 +34,28 @@ export function showProblems(problems) {
   rebuild("problems", problems, () => problems.map((text) => element("li", {}, text)));
 }
 
-const IDLE_SECONDS = 30;
-
 // The first row shows the effect of balancing, the second its cost.
-export function showTiles({ status, balance }) {
-  const rows = [firstRow(status), secondRow(status, balance)];
-  rebuild("tiles", rows, () => rows.map((tiles) => element("div", { class: "tiles" }, ...tiles.map(([name, value, text, kind]) =>
-    element("div", { class: `tile ${kind ?? ""}` }, element("span", {}, name), element("b", {}, value), element("span", {}, text))))));
+export function showTiles({ status, figures, balance }) {
+  const rows = [[...figures.balance, ...figures.gain], [...plannedFigures(status, balance), ...figures.cost]];
+  rebuild("tiles", rows, () => rows.map((tiles) => element("div", { class: "tiles" }, ...tiles.map(({ name, value, note, tone }) =>
+    element("div", { class: `tile ${tone ?? ""}` }, element("span", {}, name), element("b", {}, value), element("span", {}, note))))));
 }
 
-function firstRow(status) {
-  const { worth } = status;
-  const age = status.idle_seconds ?? 0;
-  const label = age > IDLE_SECONDS ? `PAR ${ago(age)} ago` : "PAR now";
-  const basis = status.par ? `measured over the newest ${count(status.par_steps)} steps` : "no measurements";
-  return [
-    [label, ratio(status.par), basis],
-    ["PAR, initial layout", worth ? ratio(worth.par_left_alone) : "–", worth ? "the same steps with the initial layout" : "unknown"],
-    gainTile(status),
-    ["hottest rank", status.hottest_rank === null ? "–" : `rank ${status.hottest_rank}`,
-      status.hottest_rank === null ? "no measurements" : `${status.hottest_rank_load.toFixed(2)} × the mean, over all layers`],
-    ["hottest layer", status.hottest_layer === null ? "–" : `layer ${status.hottest_layer}`,
-      status.hottest_layer === null ? "no measurements" : `PAR ${ratio(status.hottest_layer_par)}`],
-  ];
-}
-
-function gainTile(status) {
-  const { worth } = status;
-  if (!worth) return ["gain", "–", "unknown"];
-  const parChange = `PAR ${signed(-worth.par_gain_percent)} %`;
-  if (worth.gain_ms === null) return ["gain", parChange, `time ${worth.verdict}${estimateText(worth)}`];
-  const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
-  const text = `${parChange}; ${signed(worth.gain_percent)} % of a step (99 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)} ms)${rate}; ` +
-    `worth ${digits(worth.ranks_worth, 2)} of ${status.ranks} ranks`;
-  return [worth.verdict, `${signed(worth.gain_ms)} ms per step`, text, worth.verdict === "helps" ? "good" : "warn"];
-}
-
-function estimateText(worth) {
-  if (worth.estimate_low_ms === null) return "";
-  return `; estimate from the ${worth.price_kind} cost of tokens: ${signed(worth.estimate_low_ms)} to ${signed(worth.estimate_high_ms)} ms per step`;
-}
-
-function secondRow(status, balance) {
+function plannedFigures(status, balance) {
   const decision = balance.last_decision;
   const newest = balance.points.at(-1);
-  const floor = newest?.noise_floor ?? null;
-  const avoidable = status.par && floor ? Math.max(0, status.par - floor) : null;
-  const steps = status.steps_received + status.steps_lost;
-  const lost = steps ? (100 * status.steps_lost) / steps : 0;
-  const price = status.move_price;
-  const redundantBytes = status.redundant_bytes_per_rank;
+  const floor = newest?.noise_floor;
+  const avoidable = status.par && floor ? `; now ${(100 * Math.max(0, status.par - floor)).toFixed(1)} % above it` : "";
   return [
-    ["noise floor", ratio(floor), avoidable === null ? "PAR from token sampling" : `PAR from token sampling; now ${(100 * avoidable).toFixed(1)} % above it`],
-    ["planned", ratio(newest?.par_planned), decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet"],
-    ["redundancy", redundantBytes ? bytes(redundantBytes) : `${count(status.redundant_slots)} slots`, `${redundantBytes ? "per rank, for " : ""}${count(status.redundant_slots)} redundant slots per layer`],
-    ...(price ? [["move price", priceFigure(price), priceText(price)]] : []),
-    ["switched", `${count(status.layers_switched)} layers`, `${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
-    ["steps", count(status.steps_received), lost ? `${digits(lost, 2)} % lost` : "none lost"],
+    { name: "noise floor", value: ratio(floor), note: `PAR from token sampling${avoidable}` },
+    { name: "planned", value: ratio(newest?.par_planned), note: decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet" },
   ];
-}
-
-function signed(value) {
-  return `${value < 0 ? "−" : "+"}${digits(Math.abs(value))}`;
-}
-
-function priceFigure(price) {
-  return price.ms_per_move === null ? `${digits(100 * price.price)} %` : `${digits(price.ms_per_move)} ms`;
-}
-
-function priceText(price) {
-  if (price.ms_per_move === null) return `PAR reduction required per moved slot; ${price.kind}`;
-  const bySize = price.ms_per_megabyte === null ? "" : ` (${digits(price.ms_per_megabyte)} per MB)`;
-  return `per expert${bySize}, ${digits(price.ms_per_switch)} ms per switch; ${price.kind}`;
-}
-
-function priceSentence(price) {
-  return `Move price, ${price.kind}: each moved slot must reduce PAR by ${digits(100 * price.price)} %; ${price.reason}.`;
 }
 
 // Sources of the figures, shown on demand.
-export function showWorth({ status }) {
-  const { worth, forecast } = status;
-  const sentences = [];
-  if (worth) {
-    sentences.push(`Gain over the newest ${count(worth.steps)} steps: measured PAR ${ratio(worth.par)}, PAR of the initial layout ${ratio(worth.par_left_alone)}. Time: ${worth.reason}.`);
-    if (worth.step_ms !== null) sentences.push(`A step takes ${digits(worth.step_ms)} ms, mean of ${count(worth.timed_steps)} steps.`);
-    if (worth.price) sentences.push(`Cost of tokens, ${worth.price_kind}: ${worth.price}.`);
-  }
-  if (forecast) sentences.push(`Until the next decision, PAR is expected to be ${ratio(forecast.gain)} below that of the initial layout (95 %: ${ratio(forecast.gain_low)} to ${ratio(forecast.gain_high)}).`);
-  if (status.move_price) sentences.push(priceSentence(status.move_price));
-  at("worth").hidden = !sentences.length;
-  rebuild("worth-details", sentences, () => sentences.map((text) => element("p", {}, text)));
+export function showExplanations(lines) {
+  at("worth").hidden = !lines.length;
+  rebuild("worth-details", lines, () => lines.map((text) => element("p", {}, text)));
 }
 
 // The last plan
