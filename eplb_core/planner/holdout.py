@@ -157,9 +157,9 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
     Parameters
     ----------
     results
-        Result of the candidate on the held-out half, by layer.
+        Result of the candidate on the held-out half, keyed by layer.
     costs
-        Cost of the layer's moves, in PAR, by layer.
+        Cost of the layer's moves, in PAR, keyed by layer.
     min_gain
         Minimum PAR improvement of any change.
 

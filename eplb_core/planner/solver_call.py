@@ -30,7 +30,7 @@ from eplb_core.solver.layer import LayerResult
 from eplb_core.solver.window import shares_of_groups
 
 _MAX_TIMED_STEPS = 128
-"""Maximum number of a window's steps used to minimize time. Twice as many gained less than 0.2 % on the next window."""
+"""Maximum number of a window's steps used to minimise time. Twice as many gained less than 0.2 % on the next window."""
 
 
 def solve_layers(
@@ -70,7 +70,7 @@ def solve_layers(
     params = search_params_of(settings, request.placement, width, move_price, search)
     timing = _time_objective(request, layer_P)
     if timing is not None and params.tables == model.DEALT:
-        # The time objective is optimized source by source, and each entry of a dealing table is already a source.
+        # The time objective is optimised source by source, and each entry of a dealing table is already a source.
         params = params._replace(tables=model.SOLVED)
     batch = _layer_batch(request, layer_P, floor_L, width)
     episodes = batch.heat_LNE.shape[1]
@@ -81,9 +81,9 @@ def solve_layers(
 
 
 def time_curve(settings: PlannerSettings) -> Float64 | None:
-    """Return the cost curve for the kernels, float64 ``[4]``, or ``None`` if the solver minimizes PAR instead of time.
+    """Return the cost curve for the kernels, float64 ``[4]``, or ``None`` if the solver minimises PAR instead of time.
 
-    The solver minimizes PAR if there is no curve, if the curve is linear, or if the policy is not flashlb. It also does
+    The solver minimises PAR if there is no curve, if the curve is linear, or if the policy is not flashlb. It also does
     so if the host splits by step. In that case, the search balances tokens, and a placement is only accepted if it
     saves time.
     """
@@ -94,7 +94,7 @@ def time_curve(settings: PlannerSettings) -> Float64 | None:
 
 
 def _time_objective(request: SolveRequest, layer_P: npt.NDArray[np.int64]) -> TimeObjective | None:
-    """Return the cost curve and the steps whose time the solver minimizes, or ``None`` if it minimizes PAR."""
+    """Return the cost curve and the steps whose time the solver minimises, or ``None`` if it minimises PAR."""
     settings = request.settings
     curve_4 = time_curve(settings)
     if curve_4 is None or settings.cost_curve is None:

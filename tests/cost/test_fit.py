@@ -63,7 +63,7 @@ def test_too_few_or_invalid_measurements_are_rejected():
     with pytest.raises(CurveFitError, match="7 measurements are too few"):
         fit_curve(ones, ones, ones)
     for us_B in (TOKENS * 0, TOKENS * np.nan):
-        with pytest.raises(CurveFitError, match="must be finite and above 0; one measurement has"):
+        with pytest.raises(CurveFitError, match="must be finite and above 0, but one measurement has"):
             fit_curve(BUSY, TOKENS, us_B)
 
 

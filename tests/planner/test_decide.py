@@ -199,7 +199,7 @@ def test_a_failure_in_one_layer_leaves_the_other_layers_unaffected(
     broken = decided()
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
     reason = {
-        "placement": "is in no slot",
+        "placement": "has no slot",
         "table": "log2phy, rank 1: expert 2 points to slot -1, which does not hold it",
         "error": "ZeroDivisionError: no ranks",
     }
