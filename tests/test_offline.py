@@ -82,7 +82,7 @@ def test_source_heat_shapes_the_tables() -> None:
         ({"cost_curve": "h100.json"}, "cost_curve is 'h100.json'; it must be a CostCurve"),
         ({"max_leyers": 3}, "unknown option 'max_leyers'"),
         ({"topology": 4}, "topology is a int"),
-        ({"source_heat": np.ones((1, 4, 3, 12))}, "source heat must have the shape"),
+        ({"source_heat": np.ones((1, 4, 3, 12))}, "expected source heat of shape"),
         ({"source_heat": np.full((len(HEAT), 4, 3, 12), 1)}, "both must count the same tokens"),
         ({"log2phy": np.zeros((4, 3, 12), dtype=int)}, "without the placement"),
         (
@@ -96,7 +96,7 @@ def test_source_heat_shapes_the_tables() -> None:
             {"placement": Placement.linear(3, 12, 4, 4).phy2log_LRS, "log2phy": np.zeros((4, 3, 12))},
             "log2phy must be an array of integers",
         ),
-        ({"source_heat": HEAT}, "source heat must have the shape"),
+        ({"source_heat": HEAT}, "expected source heat of shape"),
         ({"heat": -HEAT}, "finite and at least 0"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),

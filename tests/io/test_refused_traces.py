@@ -35,7 +35,7 @@ def test_a_file_truncated_at_any_point_is_rejected(tmp_path, suffix):
         (np.full((2, 3, 4), np.inf), "heat is inf at step 0"),
         (np.zeros(3), "[steps, layers, experts]"),
         (np.zeros((2, 3, 4, 1)), "[2, 3, 4, 1]"),
-        (np.zeros((0, 3, 4)), "holds no steps"),
+        (np.zeros((0, 3, 4)), "has no steps"),
         (np.zeros((2, 0, 4)), "[2, 0, 4]"),
         (np.full((2, 3, 4), "1"), "heat must be numeric"),
         (np.full((2, 3, 4), 1j), "heat must be numeric"),

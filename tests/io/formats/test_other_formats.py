@@ -83,7 +83,7 @@ def test_invalid_statistics_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="iteration 105 has no layer 1, unlike other iterations"):
         open_trace(folder)
     (folder / "meta_info.json").write_text("{}")
-    with pytest.raises(HeatError, match="the counts of None experts"):
+    with pytest.raises(HeatError, match="counts for None experts"):
         open_trace(folder)
 
 

@@ -83,7 +83,7 @@ def test_vllm_load_of_one_record_or_with_idle_steps_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([META, META], "holds no eplb_load_stats with tokens"),
+        ([META, META], "has no eplb_load_stats with tokens"),
         ([META, stats(1, np.ones((2, 5), int))], r"line 2 has \[2, 5\] layers and slots, unlike its map"),
         ([META, stats(1, np.ones(6))], r"line 2 holds float64 \[6\] as expert_load; expected integers"),
         (
@@ -235,7 +235,7 @@ def test_responses_are_decoded_in_parallel_without_their_prompts(tmp_path: Path)
 
 def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
-    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* with --top-k"):
+    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* --top-k"):
         open_trace(path, ReadAs(batch=2))
     with pytest.raises(HeatError, match=r"set --top-k to .*, a divisor of 12"):
         open_trace(path, ReadAs(batch=2, top_k=5))
