@@ -124,7 +124,7 @@ def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: s
     Reporting(source_sums=False, one_in=4, report_steps=0)
     >>> decode(Reporting, agent_pb2.Reporting(one_in=9))
     Traceback (most recent call last):
-    eplb_core.wire.fields.WireError: reporting.one_in is 9; it must be 1 to 8
+    eplb_core.wire.fields.WireError: reporting.one_in is 9; expected 1 to 8
     """
     all_sizes = dict(sizes or {})
     values: dict[str, Any] = {}

@@ -53,7 +53,8 @@ def test_errors_are_measured_on_held_out_measurements():
 
 def test_measurements_that_no_curve_fits_are_rejected():
     with pytest.raises(
-        CurveFitError, match=r"^noise: no cost curve fits \(median error .*; at most 10% in the"
+        CurveFitError,
+        match=r"^noise: no cost curve fits \(median error .*; the error must be at most 10% in the",
     ):
         fit_curve(BUSY, TOKENS, times(H200, noise=0.8), source="noise")
 

@@ -124,7 +124,7 @@ def test_a_header_with_an_impossible_shape_is_rejected(tmp_path, suffix):
     [
         (ReadAs(phy2log=PHY2LOG_LP[:, :5]), "does not match heat of 3 layers x 6 slots"),
         (ReadAs(phy2log=PHY2LOG_LP - 1), "refers to experts -1 to 2"),
-        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not fit"),
+        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not match"),
         (ReadAs(phy2log=PHY2LOG_LP, experts=3), "refers to experts 0 to 3, but there are only 3 experts"),
     ],
 )

@@ -65,7 +65,7 @@ def require_parquet() -> None:
 
 
 def _parquet_rows(path: Path, packed: int) -> Float64:
-    """Read ``COLUMNS`` of a parquet file, float64 ``[rows, 4]``."""
+    """Read ``COLUMNS`` of a Parquet file, float64 ``[rows, 4]``."""
     require_parquet()
     from pyarrow import ArrowException, parquet
 
@@ -260,7 +260,7 @@ class _CsvWriter:
 
 
 class _ParquetWriter:
-    """Writer that appends batches of rows as row groups of a parquet file."""
+    """Writer that appends batches of rows as row groups of a Parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -177,7 +177,7 @@ def test_parquet_without_pyarrow_is_rejected_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        OutputError, match=r"heat.parquet: is a parquet file, which needs pyarrow; .*\(import of"
+        OutputError, match=r"heat.parquet: is a Parquet file, which needs pyarrow; .*\(import of"
     ):
         check_trace_output(tmp_path / "heat.parquet")
     check_trace_output(tmp_path / "heat.npz")

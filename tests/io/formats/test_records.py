@@ -183,7 +183,7 @@ def test_a_step_with_a_missing_layer_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="line 2 holds top_indices from -1"):
         open_trace(tmp_path / "a.jsonl")
     write_lines(tmp_path / "a.jsonl", [{**routed(0, 0, 0, chosen_KC), "rank": None}] * 2)
-    with pytest.raises(HeatError, match="line 1 has the rank None"):
+    with pytest.raises(HeatError, match="line 1 has rank None"):
         open_trace(tmp_path / "a.jsonl")
 
 
@@ -246,7 +246,7 @@ def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="request the experts from the start of the sequence"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
     del response["meta_info"]["prompt_tokens"]
-    with pytest.raises(HeatError, match="do not fit None tokens"):
+    with pytest.raises(HeatError, match="does not match None tokens"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
 
 

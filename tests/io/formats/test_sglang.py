@@ -137,7 +137,7 @@ INVALID_RUNS = {
         ),
         "record 0 holds topk_ids_of_layer from 6 to 6",
     ),
-    "a rank that is none": (lambda folder: dump_changed(folder, 2, rank="two"), "has the rank 'two'"),
+    "a rank that is none": (lambda folder: dump_changed(folder, 2, rank="two"), "has rank 'two'"),
     "no pass in common": (
         lambda folder: dump(folder, 2, [record(2, 0, forward_pass_id=1)]),
         "no forward pass that all 3 ranks recorded",
