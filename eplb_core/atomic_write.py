@@ -13,7 +13,7 @@ class OutputError(ValueError):
 
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise ``OutputError`` if ``path`` has another suffix than ``suffixes`` or cannot be written.
+    """Raise ``OutputError`` if the suffix of ``path`` is not in ``suffixes``, or the file cannot be written.
 
     Call it before long work, so that a misspelt path does not lose the result.
     """
@@ -27,7 +27,7 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
     if not folder.is_dir():
         raise OutputError(f"{path}: the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{path}: no permission to write into {folder}; choose another folder")
+        raise OutputError(f"{path}: no write permission for {folder}; choose another folder")
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:

@@ -24,7 +24,7 @@ def install_command(extra: str, distribution: str = "eplb-service") -> str:
     Examples
     --------
     >>> install_command("no-such-extra")
-    "install the packages of the extra 'no-such-extra' of eplb-service"
+    "install the 'no-such-extra' extra of eplb-service"
     """
     try:
         requirements = metadata.requires(distribution) or []
@@ -36,5 +36,5 @@ def install_command(extra: str, distribution: str = "eplb-service") -> str:
         if (match := _OF_EXTRA.match(line)) and match["extra"] == extra
     ]
     if not packages:
-        return f"install the packages of the extra {extra!r} of {distribution}"
+        return f"install the {extra!r} extra of {distribution}"
     return f"pip install {' '.join(map(shlex.quote, packages))}"

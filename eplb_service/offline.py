@@ -259,7 +259,7 @@ def solve_window(
         settings, search = with_options(settings, options_of(policy))
     linear = Placement.linear(window.layers, window.experts, topology.ranks, slots)
     if placement is not None and prior is not None:
-        raise PlacementError("prior and placement exclude each other; give only one of them")
+        raise PlacementError("prior and placement cannot be used together; give only one")
     if placement is not None:
         start = _Start.from_placement(placement, log2phy, linear, window, settings)
     elif log2phy is not None:
@@ -317,14 +317,14 @@ class _Start:
         input_LRS = checked_foreign(placement, linear.experts)
         if input_LRS.shape[:2] != (linear.layers, linear.ranks):
             raise PlacementError(
-                f"the placement has {input_LRS.shape[0]} layers x {input_LRS.shape[1]} ranks, expected "
-                f"{linear.layers} x {linear.ranks}"
+                f"expected a placement of {linear.layers} layers x {linear.ranks} ranks, got {input_LRS.shape[0]} x "
+                f"{input_LRS.shape[1]}"
             )
         valid = repaired(input_LRS, linear.experts, linear.slots, window.heat_TLE.sum(axis=0))
         tables_RLE = first_tables(valid, settings.split, settings.deal_width)
         input_tables = None if log2phy is None else np.asarray(log2phy)
         if input_tables is not None and input_tables.dtype.kind not in "iu":
-            raise PlacementError(f"log2phy must hold integers, got {input_tables.dtype}")
+            raise PlacementError(f"log2phy must be an array of integers, got {input_tables.dtype}")
         if np.array_equal(input_LRS, valid.phy2log_LRS):
             return cls(valid, tables_RLE if input_tables is None else input_tables.astype(np.int32))
         foreign = as_served(input_LRS, linear.experts)
@@ -380,7 +380,7 @@ def _external_solution(
     unchanged = plan(window, start.placement, start.tables_RLE, topology, replace(settings, policy="none"))
     if log2phy_RLE.shape != start.tables_RLE.shape:
         raise PolicyError(
-            f"policy {name} returned tables of shape {list(log2phy_RLE.shape)}, expected "
+            f"policy {name} returned tables of shape {list(log2phy_RLE.shape)}; expected "
             f"{list(start.tables_RLE.shape)}"
         )
     solution = _solution(window, start, unchanged, settings, topology, (placement, log2phy_RLE))
@@ -485,7 +485,7 @@ def _prior_window(window: Window, prior: npt.ArrayLike) -> Window:
     if prior_TLE.shape[1:] != window.heat_TLE.shape[1:]:
         raise HeatError(
             f"the prior has {prior_TLE.shape[1]} layers x {prior_TLE.shape[2]} experts, but the heat has "
-            f"{window.layers} x {window.experts}; both must be of the same model"
+            f"{window.layers} x {window.experts}; both must come from the same model"
         )
     return Window(prior_TLE)
 
@@ -501,12 +501,12 @@ def _summed_source(
         return None
     source_TRLE = np.asarray(source_heat)
     if source_TRLE.dtype.kind not in "iuf":
-        raise HeatError(f"source heat must hold numbers, got {source_TRLE.dtype}")
+        raise HeatError(f"source heat must be numeric, got {source_TRLE.dtype}")
     steps, layers, experts = heat_TLE.shape
     expected = (steps, ranks, layers, experts)
     if source_TRLE.shape != expected:
         raise HeatError(
-            f"source heat must have the shape [steps, ranks, layers, experts] = {list(expected)}, got "
+            f"expected source heat of shape [steps, ranks, layers, experts] = {list(expected)}, got "
             f"{list(source_TRLE.shape)}"
         )
     source_RLE: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
@@ -517,7 +517,7 @@ def _summed_source(
         if wrong_LE.any():
             layer, expert = np.argwhere(wrong_LE)[0]
             raise HeatError(
-                f"source heat adds up to {source_RLE[:, layer, expert].sum():g} tokens of expert {expert} in layer "
+                f"source heat adds up to {source_RLE[:, layer, expert].sum():g} tokens for expert {expert} in layer "
                 f"{layer}, but heat has {heat_LE[layer, expert]:g}; both must count the same tokens"
             )
     return source_RLE

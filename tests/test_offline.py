@@ -33,9 +33,9 @@ def test_a_prior_replaces_the_deployed_placement() -> None:
     again = solve(HEAT[10:], ranks=4, slots=4, placement=first.phy2log, log2phy=first.log2phy)
     np.testing.assert_array_equal(then.phy2log, again.phy2log)
     np.testing.assert_array_equal(then.log2phy, again.log2phy)
-    with pytest.raises(ValueError, match="prior and placement exclude each other"):
+    with pytest.raises(ValueError, match="prior and placement cannot be used together"):
         solve(HEAT, 4, 4, prior=HEAT, placement=first.phy2log)
-    with pytest.raises(ValueError, match="must be of the same model"):
+    with pytest.raises(ValueError, match="must come from the same model"):
         solve(HEAT, 4, 4, prior=HEAT[:, :2])
 
 
@@ -66,8 +66,11 @@ def test_source_heat_shapes_the_tables() -> None:
         ({"slots": 2}, "cannot hold 12 experts"),
         ({"slots": 13}, "at most 12 slots"),
         ({"policy": "magic"}, "policy"),
-        ({"placement": np.zeros((3, 4, 4), dtype=int)}, "is in no slot"),
-        ({"placement": Placement.linear(3, 12, 3, 4).phy2log_LRS}, "3 layers x 3 ranks, expected 3 x 4"),
+        ({"placement": np.zeros((3, 4, 4), dtype=int)}, "has no slot"),
+        (
+            {"placement": Placement.linear(3, 12, 3, 4).phy2log_LRS},
+            "expected a placement of 3 layers x 4 ranks, got 3 x 3",
+        ),
         ({"ranks": -1}, "ranks is -1; it must be a whole number, 1 or more"),
         ({"ranks": 2.5}, "ranks is 2.5; it must be a whole number"),
         ({"ranks": "8"}, "ranks is '8'; it must be a whole number"),
@@ -79,7 +82,7 @@ def test_source_heat_shapes_the_tables() -> None:
         ({"cost_curve": "h100.json"}, "cost_curve is 'h100.json'; it must be a CostCurve"),
         ({"max_leyers": 3}, "unknown option 'max_leyers'"),
         ({"topology": 4}, "topology is a int"),
-        ({"source_heat": np.ones((1, 4, 3, 12))}, "source heat must have the shape"),
+        ({"source_heat": np.ones((1, 4, 3, 12))}, "expected source heat of shape"),
         ({"source_heat": np.full((len(HEAT), 4, 3, 12), 1)}, "both must count the same tokens"),
         ({"log2phy": np.zeros((4, 3, 12), dtype=int)}, "without the placement"),
         (
@@ -91,9 +94,9 @@ def test_source_heat_shapes_the_tables() -> None:
         ),
         (
             {"placement": Placement.linear(3, 12, 4, 4).phy2log_LRS, "log2phy": np.zeros((4, 3, 12))},
-            "log2phy must hold integers",
+            "log2phy must be an array of integers",
         ),
-        ({"source_heat": HEAT}, "source heat must have the shape"),
+        ({"source_heat": HEAT}, "expected source heat of shape"),
         ({"heat": -HEAT}, "finite and at least 0"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),

@@ -88,7 +88,7 @@ class FitQuality:
     def __str__(self) -> str:
         return (
             f"median error {self.median_error:.1%}, 90th percentile {self.p90_error:.1%}, worst {self.worst_error:.1%} "
-            f"on {self.held_out} held-out measurements of {self.samples}"
+            f"on {self.held_out} held-out measurements out of {self.samples}"
         )
 
 
@@ -148,15 +148,14 @@ class CostCurve:
         for name in ("floor_us", "read_us", "launch_us", "slope_us", "batch_us"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
-                raise CurveError(f"{name} of a cost curve is {value}; it must be a finite time of 0 or more")
+                raise CurveError(f"{name} of the cost curve is {value}; expected a finite number, 0 or more")
         if self.read_us == self.launch_us == self.slope_us == 0:
             raise CurveError(
-                "read, launch and slope of a cost curve are all 0, so tokens cost nothing; set at least one of them"
+                "read_us, launch_us and slope_us of the cost curve are all 0, so tokens cost nothing; at least one "
+                "must be above 0"
             )
         if self.phase not in PHASES:
-            raise CurveError(
-                f"phase {self.phase!r} of a cost curve is unknown; choose one of {', '.join(PHASES)}"
-            )
+            raise CurveError(f"unknown cost curve phase {self.phase!r}; choose one of {', '.join(PHASES)}")
 
     @property
     def linear(self) -> bool:
@@ -184,9 +183,9 @@ class CostCurve:
         return us
 
     def __str__(self) -> str:
-        batch = f"{digits(self.batch_us, 4)} us x tokens of the batch + " if self.batch_us else ""
+        batch = f"{digits(self.batch_us, 4)} us x tokens in the batch + " if self.batch_us else ""
         return (
-            f"{digits(self.floor_us, 4)} us + {batch}for each busy slot max({digits(self.read_us, 4)}, "
+            f"{digits(self.floor_us, 4)} us + {batch}for each busy slot, max({digits(self.read_us, 4)}, "
             f"{digits(self.launch_us, 4)} + {digits(self.slope_us, 4)} x tokens) us"
         )
 
@@ -217,10 +216,10 @@ def read_curve(reference: str) -> CostCurve:
     matches = matches or [curve for curve in curves if curve.phase == "any"]
     phases = ", ".join(curve.phase for curve in curves)
     if not matches:
-        raise CurveError(f"{path} has no curve for {phase}; it has {phases}")
+        raise CurveError(f"{path} has no {phase} curve, only {phases}")
     curve = matches[0]
     if len(matches) > 1:
-        raise CurveError(f"{path} has curves for {phases}; name one of them, as in {path}:{curve.phase}")
+        raise CurveError(f"{path} has curves for {phases}; select one, as in {path}:{curve.phase}")
     if curve.fit is not None and not curve.fit.fits:
         raise CurveError(
             f"{path}: the {curve.phase} curve does not fit its measurements ({curve.fit}); measure it again"
@@ -241,7 +240,7 @@ def _read_file(path: Path) -> tuple[CostCurve, ...]:
     except ValidationError as error:
         problem = error.errors()[0]
         location = ".".join(map(str, problem["loc"]))
-        raise CurveError(f"{path} is not a file of cost curves: {location}: {problem['msg']}") from error
+        raise CurveError(f"{path} is not a cost curve file: {location}: {problem['msg']}") from error
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:

@@ -169,8 +169,8 @@ def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "")
         read = _MEASURED.bytes_per_expert / (gigabytes * 1e3 * _MEMORY_SHARE)
         slope = 2 * _MEASURED.bytes_per_expert / (tera_operations * 1e6 * _COMPUTE_SHARE)
         source = (
-            f"estimate: {device}, from {_MEMORY_SHARE:.0%} of its published memory rate and "
-            f"{_COMPUTE_SHARE:.0%} of its published 8-bit rate"
+            f"estimate: {device}, assuming {_MEMORY_SHARE:.0%} of its published memory bandwidth and "
+            f"{_COMPUTE_SHARE:.0%} of its published 8-bit throughput"
         )
     elif device in _CURVES:
         floor, read, launch, slope = _CURVES[device]

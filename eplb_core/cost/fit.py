@@ -115,13 +115,14 @@ def fit_curve(
     if len(measured_B4) < _MIN_MEASUREMENTS:
         raise CurveFitError(
             f"{source}: {len(measured_B4)} measurements are too few to fit a cost curve; "
-            f"{_MIN_MEASUREMENTS} or more are needed"
+            f"at least {_MIN_MEASUREMENTS} are needed"
         )
     valid_B = (np.isfinite(measured_B4) & (measured_B4 > [0, 0, 0, -1])).all(axis=1)
     if not valid_B.all():
         first = measured_B4[~valid_B][0].tolist()
         raise CurveFitError(
-            f"{source}: busy slots, tokens and microseconds must be finite and above 0; one measurement has {first[:3]}"
+            f"{source}: busy slots, tokens and microseconds must be finite and above 0, "
+            f"but one measurement has {first[:3]}"
         )
     busy_B, tokens_B, us_B, batch_B = measured_B4.T
     held_out_B = np.zeros(us_B.size, dtype=bool)
@@ -139,8 +140,8 @@ def fit_curve(
     fit = FitQuality.of(us_B.size, np.abs(fitted_B / us_B - 1)[held_out_B])
     if not fit.fits:
         raise CurveFitError(
-            f"{source}: no cost curve fits ({fit}); at most {MAX_MEDIAN_ERROR:.0%} in the median and "
-            f"{MAX_P90_ERROR:.0%} at the 90th percentile are accepted"
+            f"{source}: no cost curve fits ({fit}); the error must be at most {MAX_MEDIAN_ERROR:.0%} in the median and "
+            f"{MAX_P90_ERROR:.0%} at the 90th percentile"
         )
     read = launch + slope * float(knee_K[best.knee_index])
     return CostCurve(floor, read, launch, slope, phase, source, fit, batch_us)
@@ -201,7 +202,7 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
     tokens = np.asarray(tokens_TLRS, dtype=np.float64)
     if us_T.size < _MIN_STEPS:
         raise CurveFitError(
-            f"{us_T.size} steps are too few to fit a cost curve; {_MIN_STEPS} or more are needed"
+            f"{us_T.size} steps are too few to fit a cost curve; at least {_MIN_STEPS} are needed"
         )
     held_out_T = np.arange(us_T.size) % _HELD_OUT_EACH == _HELD_OUT_EACH // 2
     slowest_TL = tokens.sum(axis=3).argmax(axis=2)
@@ -223,11 +224,11 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
     features_T4 = features_KT4[best.knee_index]
     fit = FitQuality.of(us_T.size, np.abs(features_T4 @ best.coefficients_F / us_T - 1)[held_out_T])
     if not fit.fits:
-        raise CurveFitError(f"the fitted curve misses the steps held out ({fit})")
+        raise CurveFitError(f"the fitted curve does not fit the held-out steps ({fit})")
     interval = _relative_interval(curve, _refits(features_T4, us_T, seed), knee)
     if interval is None:
         raise CurveFitError(
-            f"the times of {us_T.size} steps do not depend measurably on how tokens are distributed over the ranks"
+            f"the times of {us_T.size} steps do not measurably depend on how tokens are distributed over the ranks"
         )
     source = f"fitted online to {us_T.size} steps"
     curve = CostCurve(0.0, curve.read_us, launch, slope, "any", source, fit)
@@ -428,16 +429,16 @@ def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve
         matches = sorted({tuple(row[name] for name in _KERNEL_COLUMNS) for row in rows})
         columns = zip(*map(_measurement, rows), strict=True)
     except (OSError, ArrowException, KeyError, TypeError, AttributeError) as error:
-        raise CurveError(f"{path} is not a parquet table of MoE kernels ({error!r:.200})") from error
+        raise CurveError(f"{path} is not a Parquet table of MoE kernels ({error!r:.200})") from error
     kernels = [
         ", ".join(f"{name} {value}" for name, value in zip(_KERNEL_COLUMNS, row, strict=True))
         for row in matches
     ]
     if not kernels:
-        raise CurveError(f"{path} has no kernel with evenly spread tokens that matches {selection}")
+        raise CurveError(f"{path} has no matching kernel with evenly distributed tokens for {selection}")
     if len(kernels) > 1:
         raise CurveError(
-            f"{path} has {len(kernels)} matching kernels with evenly spread tokens; select one of them: "
+            f"{path} has {len(kernels)} matching kernels with evenly distributed tokens; select one of them: "
             f"{'; '.join(kernels[:_MAX_SHOWN])}"
         )
     device = f"{rows[0]['device']}, " if "device" in rows[0] else ""

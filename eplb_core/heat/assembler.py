@@ -72,7 +72,7 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
 
 
 class PlacementHistory:
-    """Recent placements and tables of every layer by epoch, used to interpret counts.
+    """Recent placements and tables of every layer, keyed by epoch, used to interpret counts.
 
     Parameters
     ----------
@@ -463,7 +463,7 @@ class HeatAssembler:
     misrouted
         Rank, layer and slot of the latest such case; ``None`` if there was no such case.
     placements
-        Placements and tables by epoch.
+        Placements and tables, keyed by epoch.
     pending
         Steps that not all ranks have reported.
     """
@@ -579,7 +579,10 @@ class HeatAssembler:
         return len(loads), sums_LR
 
     def served_par(self, newest: int) -> Float64:
-        """Return the PAR of the ``newest`` steps under their own placements, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of the ``newest`` steps under their own placements, float64 ``[T, L]``.
+
+        It is NaN for layers without tokens.
+        """
         return self._par_WL[self._rows(newest)]
 
     def newest_par(self, since: int, layer_epochs: Sequence[int]) -> Float64:

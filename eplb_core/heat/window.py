@@ -59,7 +59,7 @@ class Window:
         source_RLE = np.ascontiguousarray(self.source_RLE, dtype=np.float64)
         if source_RLE.ndim != 3 or source_RLE.shape[1:] != heat_TLE.shape[1:]:
             raise HeatError(
-                f"source heat must have the shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
+                f"expected source heat of shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
                 f"got {list(source_RLE.shape)}"
             )
         if not _is_valid(source_RLE):
@@ -92,9 +92,9 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
     """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:
-        raise HeatError(f"heat must have the shape [steps, layers, experts], got {list(heat.shape)}")
+        raise HeatError(f"expected heat of shape [steps, layers, experts], got {list(heat.shape)}")
     if heat.dtype.kind not in "iuf":
-        raise HeatError(f"heat must be numbers, got {heat.dtype}")
+        raise HeatError(f"heat must be numeric, got {heat.dtype}")
     if not _is_valid(heat):
         step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
         raise HeatError(

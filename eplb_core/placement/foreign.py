@@ -48,20 +48,20 @@ def checked_foreign(phy2log: npt.ArrayLike, experts: int) -> Int32:
     """
     raw = np.asarray(phy2log)
     if raw.ndim != 3 or 0 in raw.shape:
-        raise PlacementError(f"a placement has the shape [layers, ranks, slots], got {list(raw.shape)}")
+        raise PlacementError(f"expected a placement of shape [layers, ranks, slots], got {list(raw.shape)}")
     if raw.dtype.kind not in "iu":
-        raise PlacementError(f"a placement holds integers, got {raw.dtype}")
+        raise PlacementError(f"expected a placement of integers, got {raw.dtype}")
     wrong = np.argwhere((raw.astype(np.int64) < EMPTY) | (raw.astype(np.int64) >= experts))
     if wrong.size:
         layer, rank, slot = wrong[0]
         raise PlacementError(
-            f"layer {layer}: rank {rank} slot {slot} names expert {raw[layer, rank, slot]}, not one of "
+            f"layer {layer}: rank {rank} slot {slot} has expert {raw[layer, rank, slot]}; expected "
             f"0..{experts - 1}, or -1 for an empty slot"
         )
     for layer, raw_RS in enumerate(raw):
         count_E = np.bincount(raw_RS[raw_RS >= 0].astype(np.int64), minlength=experts)
         if (count_E == 0).any():
-            raise PlacementError(f"layer {layer}: expert {count_E.argmin()} is in no slot")
+            raise PlacementError(f"layer {layer}: expert {count_E.argmin()} has no slot")
     checked_LRS: Int32 = np.array(raw, dtype=np.int32, order="C")
     return checked_LRS
 

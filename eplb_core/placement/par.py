@@ -46,7 +46,7 @@ def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Fl
 
 
 def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
-    """Return the mean PAR of each layer over its steps with tokens, float64 ``[L]``; NaN without such steps.
+    """Return the mean PAR of each layer over its steps with tokens, float64 ``[L]``; NaN if there are none.
 
     Parameters
     ----------

@@ -60,12 +60,14 @@ class Placement:
     def __post_init__(self) -> None:
         array = np.asarray(self.phy2log_LRS)
         if array.ndim != 3:
-            raise PlacementError(f"a placement has the shape [layers, ranks, slots], got {list(array.shape)}")
+            raise PlacementError(
+                f"expected a placement of shape [layers, ranks, slots], got {list(array.shape)}"
+            )
         if array.dtype.kind not in "iu":
-            raise PlacementError(f"a placement holds integers, got {array.dtype}")
+            raise PlacementError(f"expected a placement of integers, got {array.dtype}")
         frozen = np.array(array, dtype=np.int32, order="C", copy=True)
         if not np.array_equal(frozen, array):
-            raise PlacementError("a placement holds expert ids past the range of int32")
+            raise PlacementError("the placement has expert ids outside the int32 range")
         frozen.setflags(write=False)
         object.__setattr__(self, "phy2log_LRS", frozen)
         check_shape(self.experts, self.ranks, self.slots)
@@ -193,7 +195,7 @@ class Placement:
             new_RS = np.asarray(phy2log_RS, dtype=np.int32)
             if new_RS.shape != (self.ranks, self.slots):
                 raise PlacementError(
-                    f"layer {layer}: expected the shape {[self.ranks, self.slots]}, got {list(new_RS.shape)}"
+                    f"layer {layer}: expected a placement of shape {[self.ranks, self.slots]}, got {list(new_RS.shape)}"
                 )
             check_layer(new_RS, self.experts, where=f"layer {layer}")
             changed_LRS[layer] = new_RS
@@ -219,13 +221,13 @@ class Placement:
         """
         expected = (self.ranks, self.layers, self.experts)
         if log2phy_RLE.ndim not in (3, 4) or log2phy_RLE.shape[:3] != expected:
-            raise PlacementError(f"log2phy has the shape {list(expected)}, got {list(log2phy_RLE.shape)}")
+            raise PlacementError(f"expected log2phy of shape {list(expected)}, got {list(log2phy_RLE.shape)}")
         for layer, phy2log_RS in enumerate(self.phy2log_LRS):
             where = f"log2phy of layer {layer}"
             check_log2phy(log2phy_RLE[:, layer], phy2log_RS, where, deals=log2phy_RLE.ndim == 4)
 
     def digest(self) -> int:
-        """Return a 63-bit fingerprint. Equal placements have equal digests on all hosts; collisions are improbable."""
+        """Return a 63-bit digest. Equal placements have equal digests on all hosts; collisions are improbable."""
         return combine_digests(
             self.experts, (layer_digest(layer, row) for layer, row in enumerate(self.phy2log_LRS))
         )
@@ -260,29 +262,29 @@ def apply_layers(
 
 
 def layer_digest(layer: int, phy2log_RS: Int32) -> int:
-    """Return the 63-bit fingerprint of one layer's placement, which ranks compare.
+    """Return the 63-bit digest of one layer's placement, which ranks compare.
 
-    Equal placements of different layers have different fingerprints.
+    Equal placements of different layers have different digests.
     """
     return array_digest(np.ascontiguousarray(phy2log_RS, dtype="<i4"), salt=f"layer {layer}")
 
 
 def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
-    """Combine layer fingerprints into a placement's fingerprint, so that a switch only hashes the changed layer."""
+    """Combine layer digests into a placement's digest, so that a switch only hashes the changed layer."""
     return array_digest(np.fromiter(layer_digests, dtype="<i8"), salt=f"placement of {experts}")
 
 
 def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
-    """Return a 63-bit fingerprint of an array's shape, type and bytes.
+    """Return a 63-bit digest of an array's shape, type and bytes.
 
     Parameters
     ----------
     array
         Any array.
     salt
-        Text that is hashed as well, so that equal arrays with different meanings get different fingerprints.
+        Text that is hashed as well, so that equal arrays with different meanings get different digests.
     """
     text = f"{salt} {array.dtype.str} {array.shape} ".encode()
     digest = hashlib.blake2b(text + array.tobytes(), digest_size=8).digest()
-    # Ranks compare fingerprints with an all-reduce of signed 64-bit integers, so the top bit stays 0.
+    # Ranks compare digests with an all-reduce of signed 64-bit integers, so the top bit stays 0.
     return int.from_bytes(digest, "little") & ((1 << 63) - 1)

@@ -35,7 +35,7 @@ def check_shape(experts: int, ranks: int, slots: int) -> None:
         )
     if slots > experts:
         raise PlacementError(
-            f"{slots} slots per rank are more than the {experts} experts, so a rank would hold an expert twice; "
+            f"{slots} slots per rank exceed the {experts} experts, so a rank would hold an expert twice; "
             f"use at most {experts} slots per rank"
         )
 
@@ -57,22 +57,22 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
     >>> check_layer(np.array([[0, 1], [2, 0]]), experts=3)
     >>> check_layer(np.array([[0, 1], [2, 2]]), experts=3, where="layer 7")
     Traceback (most recent call last):
-    eplb_core.placement.tables.PlacementError: layer 7: expert 2 is twice on rank 1
+    eplb_core.placement.tables.PlacementError: layer 7: expert 2 appears twice on rank 1
     """
     if phy2log_RS.min() < 0 or phy2log_RS.max() >= experts:
         rank, slot = np.argwhere((phy2log_RS < 0) | (phy2log_RS >= experts))[0]
         expert = int(phy2log_RS[rank, slot])
         raise PlacementError(
-            f"{where}: rank {rank} slot {slot} names expert {expert}, not one of 0..{experts - 1}"
+            f"{where}: rank {rank} slot {slot} has expert {expert}; expected 0..{experts - 1}"
         )
     missing = np.flatnonzero(np.bincount(phy2log_RS.ravel(), minlength=experts) == 0)
     if missing.size:
-        raise PlacementError(f"{where}: expert {missing[0]} is in no slot ({missing.size} such experts)")
+        raise PlacementError(f"{where}: expert {missing[0]} has no slot ({missing.size} such experts)")
     sorted_RS = np.sort(phy2log_RS, axis=1)
     duplicates = np.argwhere(sorted_RS[:, 1:] == sorted_RS[:, :-1])
     if duplicates.size:
         rank, slot = duplicates[0]
-        raise PlacementError(f"{where}: expert {sorted_RS[rank, slot]} is twice on rank {rank}")
+        raise PlacementError(f"{where}: expert {sorted_RS[rank, slot]} appears twice on rank {rank}")
 
 
 def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, deals: bool = False) -> None:
@@ -92,7 +92,7 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, 
     axes = log2phy.ndim - deals
     if axes not in (1, 2) or (deals and not log2phy.shape[-1]):
         expected = "[experts, entries]" if deals else "[experts]"
-        raise PlacementError(f"{where}: a table has the shape {expected}, got {list(log2phy.shape)}")
+        raise PlacementError(f"{where}: expected a table of shape {expected}, got {list(log2phy.shape)}")
     experts = log2phy.shape[axes - 1]
     table_GED = log2phy.reshape(-1, experts, log2phy.shape[-1] if deals else 1)
     expert_P = phy2log_RS.ravel()
@@ -122,7 +122,7 @@ def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: i
     """
     if table.shape != before.shape:
         raise PlacementError(
-            f"log2phy of layer {layer} has the shape {list(before.shape)}, got {list(table.shape)}"
+            f"log2phy of layer {layer}: expected tables of shape {list(before.shape)}, got {list(table.shape)}"
         )
     check_log2phy(table, phy2log_RS, f"log2phy of layer {layer}", deals=table.ndim == 3)
 

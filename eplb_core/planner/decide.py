@@ -198,9 +198,9 @@ def _plan_changes(
     figures
         Figures for all layers under the current layout.
     results
-        Solver results by layer, worst layer first.
+        Solver results keyed by layer, worst layer first.
     holdouts
-        Hold-out results of layers with small batches, by layer.
+        Hold-out results of layers with small batches, keyed by layer.
     price
         Move price.
     """

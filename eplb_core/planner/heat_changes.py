@@ -311,7 +311,7 @@ def _cumulative_shares(heat_TLE: Counts, lengths: Sequence[int]) -> dict[int, Fl
     Returns
     -------
     dict of int to Float64
-        float64 ``[L, E]``, by length.
+        float64 ``[L, E]``, keyed by length.
     """
     steps = len(heat_TLE)
     inverse_TL = 1.0 / np.maximum(heat_TLE.sum(axis=2, dtype=np.float64), 1.0)

@@ -172,9 +172,9 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
     Parameters
     ----------
     results
-        Result of the candidate on the held-out half, by layer.
+        Result of the candidate on the held-out half, keyed by layer.
     costs
-        Cost of the layer's moves, in the unit of the gain, by layer.
+        Cost of the layer's moves, in the unit of the gain, keyed by layer.
     min_gain
         Minimum gain of any change.
 

@@ -41,7 +41,7 @@ class LayerOutcome(NamedTuple):
     change: LayerPlan | None
     """Change to the layer; ``None`` if it is kept."""
     par_T: Float64
-    """float64 ``[T]``, PAR of each step in the window under the decided layout; NaN without tokens."""
+    """float64 ``[T]``, PAR of each step in the window under the decided layout; NaN if there are no tokens."""
 
 
 def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | SolverError) -> LayerOutcome:
@@ -112,9 +112,9 @@ def _rejection(
     before = float(mean_par(figures.par_TL[first:, verdict.layer]))
     after = float(mean_par(par_T[first:]))
     if after >= before:
-        return f"kept: the change would raise the PAR of its steps from {before:.3f} to {after:.3f}"
+        return f"kept: the change would raise the PAR per step from {before:.3f} to {after:.3f}"
     if figures.small_batch_L[verdict.layer] and verdict.par_planned > verdict.par_seen + _ROUNDING:
-        return "kept: with whole tokens, the change gains nothing on the steps of the window"
+        return "kept: with whole tokens, the change gains nothing on the steps in the window"
     return None
 
 

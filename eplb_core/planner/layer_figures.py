@@ -41,7 +41,7 @@ class LayerFigures:
     why_ungrouped
         Reason why the requested expert groups cannot be kept on nodes; empty if they can, or if none are requested.
     par_TL
-        float64 ``[T, L]``, PAR of each step; NaN without tokens.
+        float64 ``[T, L]``, PAR of each step; NaN if there are no tokens.
     par_L
         float64 ``[L]``, mean PAR of the steps.
     floor_L
@@ -52,7 +52,7 @@ class LayerFigures:
         float64 ``[L]``, PAR in episodes that balanced ranks would have because of token sampling and the experts'
         volatility.
     us_L
-        float64 ``[L]``, the slowest rank's microseconds per step; NaN without a cost curve or tokens.
+        float64 ``[L]``, the slowest rank's microseconds per step; NaN if there is no cost curve or there are no tokens.
     small_batch_L
         bool ``[L]``, True for layers whose steps have so few tokens that changes need a hold-out; see
         ``planner.holdout``.

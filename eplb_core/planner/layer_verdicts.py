@@ -73,17 +73,17 @@ def _reason_not_selected(figures: LayerFigures, layer: int) -> str:
     if math.isnan(figures.par_L[layer]):
         return "left alone: it received no tokens"
     if par <= settings.par_threshold:
-        return f"left alone: its PAR of {par:.3f} in episodes does not exceed the threshold {settings.par_threshold:g}"
+        return f"left alone: its PAR over episodes, {par:.3f}, does not exceed the threshold {settings.par_threshold:g}"
     if figures.reading_L[layer]:
         topology = figures.request.topology
         knee = knee_tokens(topology.device, topology.bytes_per_expert)
         return (
-            f"left alone: no expert gets more than {knee:.0f} tokens in a step, and with fewer, steps only wait for "
+            f"left alone: no expert gets more than {knee:.0f} tokens in a step, and with so few, steps wait only for "
             f"weight reads (estimate for {topology.device})"
         )
     if par - figures.bound_L[layer] <= settings.min_gain:
-        return f"left alone: the volatility of its experts' heat explains its PAR of {par:.3f} in episodes"
-    return f"waits: only the {settings.max_layers} worst layers change in one decision"
+        return f"left alone: the volatility of its experts' heat explains its PAR over episodes, {par:.3f}"
+    return f"waits: a decision changes only the {settings.max_layers} worst layers"
 
 
 def _reason_changed(
@@ -95,7 +95,7 @@ def _reason_changed(
     us: float | None,
 ) -> str:
     if result.taken == TABLES or moves == 0:
-        action = "tables retuned, no weights move"
+        action = "tables retuned, no weights moved"
     elif result.taken == FRESH:
         action = f"placed from scratch, {moves} slots receive weights"
     else:
@@ -108,7 +108,7 @@ def _reason_changed(
     if result.crossed > 0 or result.crosses > 0:
         clauses.append(f"{result.crosses:.0%} of its tokens leave their node ({result.crossed:.0%} before)")
     if figures.why_ungrouped:
-        clauses.append(f"expert groups are not kept on nodes: {figures.why_ungrouped}")
+        clauses.append(f"expert groups may span nodes: {figures.why_ungrouped}")
     if us is not None:
         clauses.append(f"its slowest rank takes {us:.1f} us ({before.us_seen:.1f} us before)")
     return "; ".join(clauses)

@@ -85,7 +85,7 @@ def _compared_range(plan: SwitchedPlan, plans: Sequence[SwitchedPlan]) -> tuple[
 def _matched(
     tokens_T: Float64, before_T: npt.NDArray[np.bool_], after_T: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return masks of the steps before and after a plan, restricted to sizes that occur on both sides."""
+    """Return masks of the steps before and after a plan, restricted to step sizes that occur on both sides."""
     bin_T = np.floor(np.log(np.maximum(tokens_T, 1.0)) / _BIN_WIDTH)
     common = np.intersect1d(bin_T[before_T], bin_T[after_T])
     matched_T = np.isin(bin_T, common)

@@ -95,7 +95,7 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
     if policy in NAMES:
         return None
     if not isinstance(policy, str):
-        raise PolicyError(f"policy is {policy!r}; give a name or a function")
+        raise PolicyError(f"policy is {policy!r}; it must be a name or a function")
     module_name, colon, attribute = policy.partition(":")
     if not colon:
         return _registered_function(policy)
@@ -126,7 +126,7 @@ def _registered_function(policy: str) -> PolicyFunction:
             raise PolicyError(f"policy {policy}: {entry.value} is not a function")
         return function  # type: ignore[no-any-return]
     names = ", ".join((*NAMES, *registered()))
-    raise PolicyError(f"unknown policy {policy!r}; choose among {names}, or give module:function")
+    raise PolicyError(f"unknown policy {policy!r}; choose one of {names}, or specify module:function")
 
 
 def name_of(policy: str | PolicyFunction) -> str:
@@ -193,7 +193,7 @@ def answer_of(
         log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
         placement.check_log2phy(log2phy_RLE)
     except (ValueError, TypeError, OverflowError) as error:
-        raise PolicyError(f"policy {name} returned no valid placement ({error})") from error
+        raise PolicyError(f"policy {name} returned an invalid placement ({error})") from error
     return placement, log2phy_RLE
 
 

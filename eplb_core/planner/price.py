@@ -81,7 +81,7 @@ def move_price(
         layer_source = "layer_ms"
     steps = serving_steps or _ASSUMED_SERVING_STEPS
     reason = (
-        f"{digits(transfer_ms)} ms per expert ({transfer_source}), of which steps lose {lost:.1%} ({lost_source}), "
+        f"{digits(transfer_ms)} ms per expert ({transfer_source}), of which {lost:.1%} delays steps ({lost_source}), "
         f"{digits(switch_ms)} ms per switch ({switch_source}), {digits(layer_ms)} ms per layer and step "
         f"({layer_source}), {steps:,.0f} steps served"
     )
@@ -154,9 +154,7 @@ class SplitCost:
         return self.us * layers / 1e3
 
     def __str__(self) -> str:
-        return (
-            f"{digits(self.us, 4)} us per layer (assumed: an exchange of counts, and computing as on an H100)"
-        )
+        return f"{digits(self.us, 4)} us per layer (assumed: one exchange of counts, and computation at H100 speed)"
 
 
 def _rounds_for(choices: float) -> int:

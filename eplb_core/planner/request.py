@@ -59,17 +59,18 @@ class SolveRequest:
         placement = self.placement
         if (window.layers, window.experts) != (placement.layers, placement.experts):
             raise HeatError(
-                f"heat of {window.layers} layers x {window.experts} experts does not fit a placement of "
+                f"heat of {window.layers} layers x {window.experts} experts does not match a placement of "
                 f"{placement.layers} x {placement.experts}"
             )
         placement.check_log2phy(self.log2phy_RLE)
         if window.source_RLE is not None and window.source_RLE.shape[0] != placement.ranks:
             raise HeatError(
-                f"source heat of {window.source_RLE.shape[0]} ranks does not fit a placement on {placement.ranks} ranks"
+                f"source heat of {window.source_RLE.shape[0]} ranks does not match a placement on {placement.ranks} "
+                "ranks"
             )
         if self.topology.ranks != placement.ranks:
             raise TopologyError(
-                f"a topology of {self.topology.ranks} ranks does not fit a placement on {placement.ranks} ranks"
+                f"a topology of {self.topology.ranks} ranks does not match a placement on {placement.ranks} ranks"
             )
         if window.steps == 0:
             raise HeatError("the window has no steps")
@@ -135,7 +136,7 @@ def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: T
     >>> groups_on_nodes(PlannerSettings(expert_groups=4), placement, topology)
     (4, '')
     >>> groups_on_nodes(PlannerSettings(expert_groups=3), placement, topology)
-    (0, '12 experts in 3 groups do not spread evenly over 2 nodes (ranks per node: 2, slots per rank: 4)')
+    (0, '12 experts in 3 groups cannot be spread evenly over 2 nodes (ranks per node: 2, slots per rank: 4)')
     """
     groups = settings.expert_groups
     ranks_K = np.bincount(topology.nodes()[0])
@@ -148,6 +149,6 @@ def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: T
         return groups, ""
     ranks_text = f"{ranks_K[0]}" if nodes_are_equal else f"{ranks_K.min()} to {ranks_K.max()}"
     return 0, (
-        f"{experts} experts in {groups} groups do not spread evenly over {ranks_K.size} nodes "
+        f"{experts} experts in {groups} groups cannot be spread evenly over {ranks_K.size} nodes "
         f"(ranks per node: {ranks_text}, slots per rank: {placement.slots})"
     )

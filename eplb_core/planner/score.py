@@ -220,7 +220,7 @@ def split_steps(
     layer_K: npt.NDArray[np.int64] | None = None,
     first_step: int = 0,
 ) -> ServedWindow:
-    """Summarize the loads that ``split_loads`` would return, without keeping them in memory.
+    """Summarise the loads that ``split_loads`` would return, without keeping them in memory.
 
     If the host splits by step, there are no episodes, because every step is balanced separately.
 
@@ -289,7 +289,7 @@ class KnownSplit:
         return cls(placement, host_split(heat_TLE, placement, log2phy_RLE, source_RLE, split))
 
     def par_of_steps(self, heat_TLE: Heat, first_step: int) -> Float64:
-        """Return the peak-to-average ratio of each step, float64 ``[T, L]``; NaN without tokens.
+        """Return the peak-to-average ratio of each step, float64 ``[T, L]``; NaN if there are no tokens.
 
         ``first_step`` has the same meaning as for ``split_loads``.
         """
@@ -301,7 +301,7 @@ class KnownSplit:
 
 
 def par_by_step(served: ServedWindow) -> Float64:
-    """Return the peak-to-average ratio of each step, float64 ``[T, K]``; NaN without tokens."""
+    """Return the peak-to-average ratio of each step, float64 ``[T, K]``; NaN if there are no tokens."""
     return peak_par(served.peak_TK, served.tokens_TK, served.ranks)
 
 
@@ -523,9 +523,9 @@ def gain_of(
     Parameters
     ----------
     before_TL
-        float64 ``[T, L]``, ratios or times of the steps; NaN without tokens.
+        float64 ``[T, L]``, ratios or times of the steps; NaN if there are no tokens.
     after_TL
-        float64 ``[T, L]``, ratios or times of the same steps after the change; NaN without tokens.
+        float64 ``[T, L]``, ratios or times of the same steps after the change; NaN if there are no tokens.
     horizon
         Number of future steps whose mean gain the interval must cover. Their mean varies as well, so the interval is
         wider. ``None`` for a confidence interval of the given steps' mean.

@@ -35,7 +35,7 @@ SPLITS = (TABLES, EVEN, DEAL, STEP)
 - ``tables``: each source rank sends them to the replica given by its log2phy table (vLLM-Ascend).
 - ``even``: the host itself spreads them evenly over the replicas, token by token (vLLM).
 - ``deal``: each source rank sends them to the entries of its dealing table in turn.
-- ``step``: all ranks compute the same split of each step's tokens, which minimizes the hottest rank's load under the
+- ``step``: all ranks compute the same split of each step's tokens, which minimises the hottest rank's load under the
   current placement (the live layer's stepwise split; SGLang's LPLB).
 """
 
@@ -111,18 +111,21 @@ class PlannerSettings:
         "(DeepSeek's greedy EPLB) or none (experts never move).",
     )
     par_threshold: float = _setting(
-        1.02, float, "PAR, in episodes, up to which a layer is left alone (cherry-picking).", minimum=1.0
+        1.02,
+        float,
+        "Maximum PAR, over episodes, at which a layer is left unchanged (cherry-picking).",
+        minimum=1.0,
     )
     min_gain: float = _setting(
         0.01,
         float,
-        "Minimum gain for which a layer is changed, in PAR or, with a cost curve, as a share of its time.",
+        "Minimum gain required to change a layer, in PAR or, with a cost curve, as a share of its time.",
         minimum=0.0,
     )
     max_layers: int | None = _setting(
         None,
         int,
-        "Maximum number of layers that one decision changes, worst first; all by default.",
+        "Maximum number of layers changed per decision, worst first; all by default.",
         minimum=1,
     )
     move_price: float | Literal["auto"] = _setting(
@@ -135,14 +138,14 @@ class PlannerSettings:
     link_bandwidth: float = _setting(
         25.0,
         float,
-        "Full bandwidth of a rank's link in GB/s; transfers use a share of it. move_price auto uses it until "
-        "transfers are measured.",
+        "Full bandwidth of a rank's link in GB/s; transfers use a share of it. Used by move_price=auto until "
+        "transfers have been measured.",
         minimum=0.0,
     )
     layer_ms: float = _setting(
         0.4,
         float,
-        "Milliseconds that one layer's experts take per step. move_price auto uses it until a cost curve or step times "
+        "Milliseconds per step spent in one layer's experts. Used by move_price=auto until a cost curve or step times "
         "are available.",
         minimum=0.0,
     )
@@ -150,7 +153,7 @@ class PlannerSettings:
         TABLES,
         str,
         "The host's split of an expert's tokens over its replicas. tables: one replica per source rank (vLLM-Ascend); "
-        "even: evenly (vLLM); deal: several replicas in turn; step: by each step's counts.",
+        "even: evenly (vLLM); deal: several replicas in turn; step: according to each step's counts.",
     )
     deal_width: int = _setting(
         16, int, "Maximum number of entries per expert in a dealing table (split deal).", minimum=1
@@ -158,40 +161,40 @@ class PlannerSettings:
     expert_groups: int | None = _setting(
         None,
         int,
-        "Number of groups of consecutive experts that each stay on one node (hierarchical placement); by default "
+        "Number of groups of consecutive experts, each kept on one node (hierarchical placement); by default, "
         "experts are not grouped.",
         minimum=1,
     )
     cost_curve: CostCurve | None = _setting(  # noqa: RUF009, declared like the other fields
         None,
         str,
-        "File of cost curves (from eplb calibrate), or FILE:PHASE. A layer then changes only if this shortens the time "
-        "of its slowest rank.",
+        "Cost curve file (from eplb calibrate), or FILE:PHASE. A layer then changes only if this shortens the time of "
+        "its slowest rank.",
     )
     fitted_curve: bool = _setting(
         False,
         bool,
-        "Use a cost curve that is fitted to the ranks' step times, once the fit is good enough.",
+        "Use a cost curve fitted to the ranks' step times, once the fit is good enough.",
         serve_only=True,
     )
     estimate_device: bool = _setting(
         True,
         bool,
-        "Without a cost curve, leave a layer alone while its experts get so few tokens that steps only wait for weight "
-        "reads, as estimated for the ranks' device.",
+        "Without a cost curve, leave a layer unchanged while its experts get so few tokens that steps wait only for "
+        "weight reads, as estimated for the ranks' device.",
         serve_only=True,
     )
     seed: int = _setting(0, int, "Seed of the solver's random choices.", minimum=0)
     threads: int | None = _setting(
         None,
         int,
-        "Number of layers solved at the same time; by default one per CPU. Results do not depend on it.",
+        "Number of layers solved in parallel; by default, one per CPU. Results do not depend on it.",
         minimum=1,
     )
     budget_ms: float | None = _setting(
         None,
         float,
-        "Time budget of a decision in milliseconds. Once it is spent, no further layer is started (worst first), so "
+        "Time budget per decision, in milliseconds. Once it is spent, no further layer is started (worst first), so "
         "results depend on the machine. Unlimited by default.",
         minimum=0.0,
     )

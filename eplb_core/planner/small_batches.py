@@ -33,14 +33,14 @@ def hold_out_changes(
     figures
         Figures for all layers under the current layout.
     results
-        Solver results by layer.
+        Solver results, keyed by layer.
     expert_groups
         Number of expert groups to keep on nodes; 0 for no groups.
 
     Returns
     -------
     dict of int to HeldOut
-        Hold-out results by layer.
+        Hold-out results, keyed by layer.
     """
     request = figures.request
     changes = {
@@ -92,9 +92,9 @@ def unpaid_changes(
     figures
         Figures for all layers under the current layout.
     results
-        Solver results by layer.
+        Solver results, keyed by layer.
     holdouts
-        Hold-out results by layer.
+        Hold-out results, keyed by layer.
     """
     request = figures.request
     if not request.search.warm or request.settings.policy != "flashlb":
@@ -112,7 +112,7 @@ def unpaid_changes(
     return {
         layer: (
             f"kept: on held-out steps with whole tokens, the change gains {holdout.gain:.3f} ± {holdout.error:.3f}"
-            f"{unit} and its moves cost {costs[layer]:.3f}"
+            f"{unit} but its moves cost {costs[layer]:.3f}"
         )
         for layer, holdout in holdouts.items()
         if layer not in paying_layers

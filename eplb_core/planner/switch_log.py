@@ -102,7 +102,7 @@ class SwitchLog:
 
 
 class _PlanReports:
-    """The ranks' reports on one plan: step and duration of each rank's first report, by state and layer."""
+    """The ranks' reports on one plan: step and duration of each rank's first report, keyed by state and layer."""
 
     def __init__(
         self,

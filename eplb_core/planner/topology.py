@@ -47,15 +47,15 @@ class Topology:
         for name in ("nodes_R", "token_groups_R"):
             array = np.ascontiguousarray(getattr(self, name), dtype=np.int32)
             if array.ndim != 1 or array.size == 0:
-                raise TopologyError(f"{name} must have the shape [ranks], got {list(array.shape)}")
+                raise TopologyError(f"expected {name} of shape [ranks], got {list(array.shape)}")
             if array.min() < 0:
                 raise TopologyError(f"{name} must not be negative, got {array.min()}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         if self.nodes_R.shape != self.token_groups_R.shape:
             raise TopologyError(
-                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; "
-                "give each rank one of each"
+                f"got nodes for {self.nodes_R.size} ranks but token groups for {self.token_groups_R.size}; "
+                "specify one node and one token group per rank"
             )
         if self.bytes_per_expert < 0:
             raise TopologyError(f"bytes_per_expert is {self.bytes_per_expert}; it cannot be negative")

@@ -394,7 +394,7 @@ def _least_fresh_cost(fit: Layer, newer: Episodes, params: SearchParams, slot_pr
 def _without_tables(
     phy2log_RS: Int32, newer: Episodes, deployed: LayerLayout, params: SearchParams
 ) -> tuple[float, int]:
-    """Return the PAR on the newer half under an even (or stepwise) split, and the number of moves."""
+    """Return the PAR on the held-out half under an even (or stepwise) split, and the number of moves."""
     _, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
     tables = STEPWISE if params.tables == STEPWISE else EVEN
     return par_on(Candidate(phy2log_RS, deployed.log2phy_GE, 0.0, 0), newer, deployed, tables), moves

@@ -97,7 +97,7 @@ def local_search(
         hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
         gainer_slot = -1
         if hot_slot < 0 or (frugal and step % EXCHANGES == 0):
-            # A swap fills two slots and an exchange only one, so half the relief is enough.
+            # A swap costs two moves and an exchange only one, so half the relief is enough.
             bound = max(0.5 * swap_relief, MIN_RELIEF)
             gainer_slot, loser_rank, loser_slot, _ = _best_exchange(
                 assignment, heat, smooth_max, hot, z, bound

@@ -326,7 +326,7 @@ def _set_slots(current_RS: Int32, change: _Change, target_expert: int, swap_expe
 
 @kernel
 def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: _Change) -> None:
-    """Adapt the split from before a change in place, so that it is valid after the change."""
+    """Adapt the pre-change split, in place, so that it is valid after the change."""
     receiving_slot = change.swap_slot
     new_flow = 0.0
     if change.swap_rank >= 0:

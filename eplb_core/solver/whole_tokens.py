@@ -193,7 +193,7 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
         Seed of the draws.
     """
     kept_TLE = np.zeros(heat_TLE.shape)
-    # Use the token draws of ``serve_steps`` with two slots, one for kept tokens and one for dropped tokens.
+    # Draw tokens as ``serve_steps`` does, with two slots: one for kept tokens and one for dropped tokens.
     half_P = np.full(2, 0.5)
     slot_Y = np.arange(2)
     kept_P = np.empty(2)

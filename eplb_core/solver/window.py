@@ -262,7 +262,7 @@ def _add_jumps(heat_E: Float64, tokens: float, before_E: Float64, jump_E: Float6
     Parameters
     ----------
     heat_E
-        float64 ``[E]``, tokens in this episode, by expert or rank.
+        float64 ``[E]``, tokens in this episode, per expert or rank.
     tokens
         Sum of ``heat_E``.
     before_E
@@ -447,7 +447,7 @@ def forecast_heat(seen: Episodes, forecast: Forecast, ahead: float) -> Heat:
 
 
 def _trimmed(seen: Episodes) -> Episodes:
-    """Scale each expert's episodes so that its mean becomes its trimmed mean, and renormalise the episodes."""
+    """Scale each expert's episodes so that their mean equals the expert's trimmed mean, and renormalise them."""
     mean_E = seen.scaled_EN @ seen.share_N
     trimmed_E = _trimmed_mean(*seen)
     factor_E = np.divide(trimmed_E, mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)

@@ -159,7 +159,9 @@ class Hello:
     def check(self, field: str) -> None:
         """Raise ``WireError`` if the fields contradict each other."""
         if self.rank >= self.ep_size:
-            raise WireError(f"{field}.rank is {self.rank}, but ep_size is {self.ep_size}; ranks count from 0")
+            raise WireError(
+                f"{field}.rank is {self.rank}, but ep_size is {self.ep_size}; ranks are numbered from 0"
+            )
         if not self.group_id:
             raise WireError(f"{field}.group_id is empty; draw a new id each time the EP group forms")
         if max(self.layer_epochs) > self.epoch:
@@ -180,7 +182,7 @@ def mixed_releases(releases: Mapping[int, str]) -> str | None:
     Examples
     --------
     >>> mixed_releases({0: "1.2", 1: "1.2", 2: "1.3"})
-    'the ranks run different releases of the agent (1.2 on ranks 0, 1; 1.3 on ranks 2); install one release on all'
+    'the ranks run different agent releases (1.2 on ranks 0, 1; 1.3 on ranks 2); install the same release on all ranks'
     """
     ranks_by_release: dict[str, list[str]] = {release: [] for release in sorted(set(releases.values()))}
     for rank, release in sorted(releases.items()):
@@ -190,7 +192,7 @@ def mixed_releases(releases: Mapping[int, str]) -> str | None:
     listing = "; ".join(
         f"{release or 'unknown'} on ranks {', '.join(ranks)}" for release, ranks in ranks_by_release.items()
     )
-    return f"the ranks run different releases of the agent ({listing}); install one release on all"
+    return f"the ranks run different agent releases ({listing}); install the same release on all ranks"
 
 
 @dataclass(frozen=True)
@@ -398,6 +400,6 @@ def _check_protocol(version: int, peer: str) -> None:
     """Raise ``ProtocolVersionError`` if the peer's version differs from this side's."""
     if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
-            f"{peer} speaks protocol version {version}, this side {PROTOCOL_VERSION}; install the same release on "
-            "both sides"
+            f"{peer} speaks protocol version {version}, but this side speaks version {PROTOCOL_VERSION}; install the "
+            "same release on both sides"
         )

@@ -124,7 +124,7 @@ def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: s
     Reporting(source_sums=False, one_in=4, report_steps=0)
     >>> decode(Reporting, agent_pb2.Reporting(one_in=9))
     Traceback (most recent call last):
-    eplb_core.wire.fields.WireError: reporting.one_in is 9; it must be 1 to 8
+    eplb_core.wire.fields.WireError: reporting.one_in is 9; expected 1 to 8
     """
     all_sizes = dict(sizes or {})
     values: dict[str, Any] = {}
@@ -368,7 +368,7 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
     wide = unpack_as_sent(packed, shape, field)
     array = wide.astype(np.int32)
     if wide.dtype.itemsize == 8 and not np.array_equal(array, wide):
-        raise WireError(f"{field}: a value is past the range of int32")
+        raise WireError(f"{field}: a value is outside the int32 range")
     return array
 
 
@@ -385,11 +385,11 @@ def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], 
         expected not in (None, length) for expected, length in zip(shape, sent_shape, strict=True)
     ):
         expected_axes = ", ".join("any" if axis is None else str(axis) for axis in shape)
-        raise WireError(f"{field}: expected the shape [{expected_axes}], got {list(sent_shape)}")
+        raise WireError(f"{field}: expected shape [{expected_axes}], got {list(sent_shape)}")
     size = math.prod(sent_shape) * dtype.itemsize
     # ``unpack`` widens to int32, so the limit also applies to the size in int32.
     if max(size, math.prod(sent_shape) * 4) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{field}: {size} bytes are past the limit of {MAX_MESSAGE_BYTES}")
+        raise WireError(f"{field}: {size} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
     if len(packed.data) != size:
         raise WireError(
             f"{field}: shape {list(sent_shape)} of {dtype.name} needs {size} bytes, got {len(packed.data)}"
@@ -452,7 +452,7 @@ class Parts:
         try:
             request = agent_pb2.ConnectRequest.FromString(bytes(self._data))
         except DecodeError as error:
-            raise WireError("the parts of a request do not form a valid request") from error
+            raise WireError("the parts of the request do not form a valid request") from error
         if request.WhichOneof("message") == "part":
-            raise WireError("the parts of a request form another part; parts cannot be nested")
+            raise WireError("the parts of the request form another part; parts cannot be nested")
         return request

@@ -38,7 +38,7 @@ MAX_LINE = 4096
 """Maximum length of a line that a service writes for operators, in characters."""
 
 Sizes: TypeAlias = Mapping[str, int]
-"""Sizes of the deployment by name, such as ``layers``. Fields of other messages must match them."""
+"""Sizes of the deployment, keyed by name, such as ``layers``. Fields of other messages must match them."""
 Check: TypeAlias = Callable[[Any, str, Sizes], Any]
 """Function that checks a value and returns it. Its arguments are the value, the field's name and the sizes."""
 
@@ -56,7 +56,7 @@ class ProtocolVersionError(WireError):
 def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
     """Return ``value``; raises ``WireError`` unless it is at least ``least`` and less than ``limit``."""
     if not least <= value < limit:
-        raise WireError(f"{field} is {value}; it must be {least} to {limit - 1}")
+        raise WireError(f"{field} is {value}; expected {least} to {limit - 1}")
     return value
 
 
@@ -99,7 +99,7 @@ def below(limit: int | str, least: int = 0) -> Check:
 
 def _seconds(value: float, field: str, _sizes: Sizes) -> float:
     if not 0 <= value <= MAX_SECONDS:
-        raise WireError(f"{field} is {value}; it must be a finite number, 0 to {MAX_SECONDS:g}")
+        raise WireError(f"{field} is {value}; expected a finite number from 0 to {MAX_SECONDS:g}")
     return value
 
 
@@ -116,7 +116,9 @@ def each(size: str | None, limit: int) -> Check:
 
     def check(values: Sequence[int], field: str, sizes: Sizes) -> Sequence[int]:
         if size is not None and len(values) != sizes[size]:
-            raise WireError(f"{field}: expected one for each of {sizes[size]} {size}, got {len(values)}")
+            raise WireError(
+                f"{field}: expected one value for each of {sizes[size]} {size}, got {len(values)}"
+            )
         if values:
             check_count(max(values), field, limit)
         return values

@@ -23,7 +23,7 @@ _PHASES = frozenset(map(int, StepPhase))
 def _phases(phases: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
     """Validate the phases and return one ``StepPhase`` per step, uint8 ``[T]``."""
     if not 1 <= len(phases) <= sizes["most_steps"]:
-        raise WireError(f"{field}: {len(phases)} steps; a report has 1 to {sizes['most_steps']}")
+        raise WireError(f"{field} has {len(phases)} steps; expected 1 to {sizes['most_steps']}")
     if not _PHASES.issuperset(phases):
         raise WireError(f"{field}: a step's phase is not PREFILL, DECODE, MIXED or DUMMY")
     return np.frombuffer(phases, dtype=np.uint8)
@@ -32,7 +32,7 @@ def _phases(phases: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
 def _each_step(values: Sequence[int], field: str, sizes: Sizes) -> npt.NDArray[np.int64] | None:
     """Return one number per step, int64 ``[T]``; ``None`` if the list is empty."""
     if len(values) not in (0, sizes["steps"]):
-        raise WireError(f"{field}: expected one for each of {sizes['steps']} steps, got {len(values)}")
+        raise WireError(f"{field}: expected one value for each of {sizes['steps']} steps, got {len(values)}")
     return np.array(values, dtype=np.int64) if values else None
 
 
@@ -54,7 +54,7 @@ def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
             return counts
         if counts.min() < 0 or counts.max() > limit:
             raise WireError(
-                f"{field}: counts are {int(counts.min())} to {int(counts.max())}; they must be 0 to {limit}"
+                f"{field}: counts range from {int(counts.min())} to {int(counts.max())}; expected 0 to {limit}"
             )
         return counts
 
@@ -123,7 +123,9 @@ class HeatReport:
         has_slots = self.slot_counts_TLS is not None
         has_sources = self.source_counts_TLE is not None
         if self.source_sums_LE is not None and (not has_slots or has_sources):
-            raise WireError(f"{field}.source_sums needs slot_counts and excludes source_counts")
+            raise WireError(
+                f"{field}.source_sums requires slot_counts and cannot be combined with source_counts"
+            )
         if not has_slots and not has_sources:
             raise WireError(f"{field} has neither slot_counts nor source_counts")
 

@@ -32,7 +32,7 @@ register(LayerVerdict, operator_pb2.PastVerdict)
 
 
 class _ByLayer:
-    """Annotation for a plan's moves by layer, which are sent as a list."""
+    """Annotation for a plan's moves, keyed by layer and sent as a list."""
 
     def to_wire(self, moves: Mapping[int, Int32]) -> list[operator_pb2.LayerMoves]:
         """Return the list to send, in layer order."""
@@ -67,7 +67,7 @@ class PastPlan:
     solve_seconds
         Duration of the decision.
     moves
-        Moves by layer, int32 ``[M, 5]``.
+        Moves, keyed by layer, int32 ``[M, 5]``.
     """
 
     MESSAGE: ClassVar[type[Any]] = operator_pb2.PastPlan
@@ -282,7 +282,7 @@ def checked_answer(message: Any) -> Any:
             if isinstance(item, Message):
                 checked_answer(item)
             elif isinstance(item, float) and not (math.isnan(item) or _MIN_SHOWN <= item <= _MAX_SHOWN):
-                raise WireError(f"{descriptor.name} is {item}; it must be {_MIN_SHOWN:g} to {_MAX_SHOWN:g}")
+                raise WireError(f"{descriptor.name} is {item}; expected {_MIN_SHOWN:g} to {_MAX_SHOWN:g}")
     return message
 
 

@@ -114,7 +114,7 @@ class RankPlan:
     layers
         Layers that change, in the order in which they switch.
     digest
-        Fingerprint of the fields that are the same on all ranks. It does not cover ``leader_term``.
+        Digest of the fields that are the same on all ranks. It does not cover ``leader_term``.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.Plan
@@ -136,7 +136,10 @@ class RankPlan:
 
     @cached_property
     def moved_LC(self) -> npt.NDArray[np.int64]:
-        """Number of experts that each rank receives, then that each rank sends, per layer, int64 ``[layers, 2R]``."""
+        """Per layer, the number of experts received by each rank, followed by the number sent by each rank.
+
+        int64 ``[layers, 2R]``.
+        """
         moved = []
         for layer in self.layers:
             ranks = len(layer.source_RS)
@@ -148,7 +151,7 @@ class RankPlan:
 
 
 def table_digest(log2phy_E: Int32) -> int:
-    """Return the 63-bit fingerprint of one rank's table of one layer."""
+    """Return the 63-bit digest of one rank's table of one layer."""
     return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
 
 
@@ -182,7 +185,7 @@ def shared_digests(log2phy_RE: Int32, token_groups: Sequence[int]) -> tuple[int,
 
 
 def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
-    """Return the 63-bit fingerprint of the plan content that all ranks must agree on, which excludes their tables."""
+    """Return the 63-bit digest of the plan content that all ranks must agree on, which excludes their tables."""
     facts = [plan_id, base_epoch, base_digest]
     for layer in layers:
         tables_G = np.array(layer.log2phy_digests, dtype="<u8")

@@ -75,7 +75,7 @@ def reporting_damage(expected: str) -> Iterator[None]:
     Parameters
     ----------
     expected
-        Expected content, for the message "not a valid ...", such as ``file of tensors``.
+        Expected content, for the message "not a valid ...", such as ``tensor file``.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def reporting_damage(expected: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise HeatError(
-            "claims more numbers than fit into memory; it is damaged, or must be converted piece by piece"
+            "claims to hold more numbers than fit in memory; it is damaged, or must be converted piece by piece"
         ) from error
     except Exception as error:
         raise HeatError(f"is truncated, damaged, or not a valid {expected} ({one_line(error)})") from error
@@ -125,20 +125,22 @@ def read_npy_bytes(content: bytes) -> Array:
         )
         shape, _, dtype = read_header(file)
         if math.prod(shape) * int(dtype.itemsize) > len(content):
-            raise HeatError(f"claims an array {list(shape)}, which is larger than the file")
+            raise HeatError(f"claims to hold an array {list(shape)}, which is larger than the file")
         file.seek(0)
         array: Array = np.lib.format.read_array(file, allow_pickle=False)
         return array
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Return all arrays in an ``.npz`` file by name. Raises ``HeatError``."""
-    with reporting_damage("archive of arrays"), zipfile.ZipFile(path) as archive:
+    """Return all arrays in an ``.npz`` file, keyed by name. Raises ``HeatError``."""
+    with reporting_damage("array archive"), zipfile.ZipFile(path) as archive:
         if any(
             member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
             for member in archive.infolist()
         ):
-            raise HeatError("uses a compression that numpy and torch do not use; it is damaged or hostile")
+            raise HeatError(
+                "uses a compression method that numpy and torch never use; it is damaged or hostile"
+            )
         _check_unpacked_size(archive, path)
         members = [name for name in archive.namelist() if name.endswith(".npy")]
         return {name.removesuffix(".npy"): read_npy_bytes(archive.read(name)) for name in members}
@@ -162,7 +164,7 @@ def check_fits_memory(claimed: int, packed: int | None = None) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if claimed > memory:
         raise HeatError(
-            f"claims {claimed / 2**30:.0f} GiB of numbers, more than this machine's memory of "
+            f"claims to hold {claimed / 2**30:.0f} GiB of numbers, more than this machine's memory of "
             f"{memory / 2**30:.0f} GiB; it is damaged, or must be converted piece by piece"
         )
     if packed is not None and claimed > max(_ALWAYS_ALLOWED_BYTES, _MAX_EXPANSION * packed):
@@ -184,7 +186,7 @@ def read_torch(path: Path) -> Any:
     because numpy has no bfloat16. Raises ``HeatError`` if the file is damaged, was written before torch 1.6, or
     contains any other object. The message does not name the path.
     """
-    with reporting_damage("file of tensors"):
+    with reporting_damage("tensor file"):
         _check_torch_archive(path)
         require("torch", "a torch file", "torch")
         import torch
@@ -201,9 +203,9 @@ def _check_torch_archive(path: Path) -> None:
         names = archive.namelist()
         pickles = [name for name in names if name.endswith("/data.pkl")]
         if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
-            raise HeatError("is a zip without the data.pkl of a torch file, of up to 64 MiB")
+            raise HeatError("is a zip archive without a torch file's data.pkl of at most 64 MiB")
         if len({name.lower() for name in names}) < len(names):
-            raise HeatError("has two members of the same name; it is damaged or hostile")
+            raise HeatError("has two members with the same name; it is damaged or hostile")
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise HeatError("is compressed, which torch files never are; it is damaged or hostile")
         _check_unpacked_size(archive, path)
@@ -219,17 +221,19 @@ def _check_pickle(program: bytes) -> None:
     """
     for operation, argument, _ in pickletools.genops(program):
         if operation.name == "PROTO" and argument != _PICKLE_PROTOCOL:
-            raise HeatError(f"has pickle protocol {argument}; save it with torch.save's default protocol")
+            raise HeatError(f"uses pickle protocol {argument}; save it with torch.save's default protocol")
         if operation.name == "GLOBAL" and argument not in _TORCH_GLOBALS:
             name = str(argument).replace(" ", ".")
-            raise HeatError(f"asks for {name}; only tensors and plain containers are read")
+            raise HeatError(f"refers to {name}; only tensors and plain containers are supported")
         # An empty set takes one byte in a pickle but 216 bytes in memory, more than _OBJECT_BYTES.
         if operation.name == "EMPTY_SET":
-            raise HeatError("builds a set; only tensors and plain containers are read")
+            raise HeatError("builds a set; only tensors and plain containers are supported")
 
 
 def _bytes_without_sharing(value: Any, sizes: dict[int, int | None]) -> int:
-    """Return the memory of the numbers in ``value`` if each shared object is copied, as when building an array.
+    """Return the memory that the numbers in ``value`` would take if each shared object were copied.
+
+    Building an array copies shared objects.
 
     A pickle of a few hundred bytes can describe far more data: lists can contain the same list many times, and a tensor
     can repeat one number.
@@ -239,7 +243,7 @@ def _bytes_without_sharing(value: Any, sizes: dict[int, int | None]) -> int:
     value
         Content of a torch file, or a part of it.
     sizes
-        Sizes of the containers visited so far, by ``id``; ``None`` while a container is being visited.
+        Sizes of the containers visited so far, keyed by ``id``; ``None`` while a container is being visited.
     """
     import torch
 
@@ -274,7 +278,7 @@ def _with_numpy_arrays(value: Any) -> Any:
 
 
 def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:
-    """Return the per-rank files in a folder, by rank. Raises ``HeatError`` if a rank's file is missing.
+    """Return the per-rank files in a folder, keyed by rank. Raises ``HeatError`` if a rank's file is missing.
 
     Parameters
     ----------
@@ -288,7 +292,7 @@ def files_of_ranks(folder: Path, pattern: str) -> dict[int, Path]:
     for rank in range(max(files, default=-1) + 1):
         if rank not in files:
             raise HeatError(
-                f"has no {pattern % rank}; without it, that rank's tokens are missing in every step"
+                f"has no {pattern % rank}; without it, that rank's tokens are missing from every step"
             )
     return dict(sorted(files.items()))
 
@@ -312,7 +316,7 @@ def check_covers_run(path: Path, pattern: str) -> None:
     other_ranks = sorted(sibling[0] for sibling in siblings if sibling and sibling["rank"] != match["rank"])
     if other_ranks:
         raise HeatError(
-            f"has only the tokens of rank {match['rank']}, and {other_ranks[0]} is in the same folder: open the folder "
+            f"has only rank {match['rank']}'s tokens, but {other_ranks[0]} is in the same folder: open the folder "
             "to read all ranks, or move the file to another folder to read this rank only"
         )
 
@@ -329,7 +333,7 @@ def read_json(path: Path) -> object:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             return _lines(content)
-        raise HeatError(f"is not JSON, or truncated ({error})") from error
+        raise HeatError(f"is not JSON, or is truncated ({error})") from error
     except (ValueError, RecursionError) as error:
         raise HeatError(f"is not JSON, or holds a number that cannot be read ({error})") from error
 
@@ -366,7 +370,7 @@ def whole_number(content: Mapping[Any, Any], name: str, location: str) -> int:
     """Return a non-negative integer field of a record. Raises ``HeatError`` if it is anything else."""
     value = content.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_NUMBER:
-        raise HeatError(f"{location} has the {name} {value!r}; expected an integer of at least 0")
+        raise HeatError(f"{location} has {name} {value!r}; expected an integer of at least 0")
     return value
 
 

@@ -136,8 +136,8 @@ class ReadAs:
             number for number, busy in zip(heat_numbers, busy_L, strict=True) if busy and number not in row_of
         ]
         if missing or not (numbers or self.map_counts_moe or map_numbers[-1] < layers):
-            subject = f"the layers {listed(numbers)}" if numbers else f"{layers} layers without numbers"
-            raise HeatError(f"has heat of {subject}, but the map is for the layers {listed(map_numbers)}")
+            subject = f"layers {listed(numbers)}" if numbers else f"{layers} layers without numbers"
+            raise HeatError(f"has heat for {subject}, but the map is for layers {listed(map_numbers)}")
         return phy2log[[row_of.get(number, 0) for number in heat_numbers]]
 
     def refuse_unused(self, what: str, *used: str, makes: Meaning | None = "heat") -> None:
@@ -146,7 +146,7 @@ class ReadAs:
         Parameters
         ----------
         what
-            Kind of file, for the message, such as ``a file of lines``.
+            Kind of file, for the message, such as ``a table of counts``.
         used
             Names of the fields that the reader uses.
         makes
@@ -176,7 +176,7 @@ def trace_of_arrays(
     Parameters
     ----------
     arrays
-        Arrays by name. A bare array, from a file without names, is called ``""``.
+        Arrays, keyed by name. A bare array, from a file without names, is called ``""``.
     origin
         Format that the arrays were read from.
     read_as
@@ -212,7 +212,7 @@ def _checked_numbers(layer_numbers: Array | None, layers: int) -> list[int]:
     numbers = layer_numbers.ravel().tolist() if layer_numbers.dtype.kind in "iu" else []
     if len(numbers) != layers or numbers != sorted(set(numbers)) or min(numbers, default=0) < 0:
         raise HeatError(
-            f"has the layer numbers {layer_numbers.tolist()} for {layers} layers; expected one number per layer, "
+            f"has layer numbers {layer_numbers.tolist()} for {layers} layers; expected one number per layer, "
             "in increasing order"
         )
     return numbers
@@ -240,7 +240,7 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
     if phy2log is None:
         raise HeatError(
             f"holds tokens by physical slot {list(array.shape)} without a placement: pass the expert in each slot "
-            "with --map, or use --as heat or --as weights if they are tokens by logical expert"
+            "with --map, or use --as heat or --as weights if the tokens are by logical expert"
         )
     array = array[None] if array.ndim == 2 else array
     if array.ndim > 1:
@@ -254,7 +254,7 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
 
 def _from_weights(array: Array, _arrays: Mapping[str, Array], origin: str, _read_as: ReadAs) -> ArrayTrace:
     if array.ndim != 2:
-        raise HeatError(f"holds weights {list(array.shape)}; expected the shape [layers, experts]")
+        raise HeatError(f"holds weights {list(array.shape)}; expected shape [layers, experts]")
     facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum over all steps")
     return ArrayTrace(array[None], facts)
 
@@ -282,7 +282,7 @@ def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as
     experts = _experts(arrays, read_as)
     if read_as.top_k is not None and array.ndim == 3 and array.shape[2] != read_as.top_k:
         raise HeatError(f"has {array.shape[2]} choices per token, but --top-k is {read_as.top_k}")
-    origin = f"{origin}, experts of each token"
+    origin = f"{origin}, each token's experts"
     numbers: tuple[int, ...] = ()
     if array.ndim == 3 and array.size and array.dtype.kind in "iu":
         moe = routes.moe_layers(array)
@@ -297,7 +297,7 @@ _DESCRIBED: dict[Meaning, str] = {
     "heat": "tokens by logical expert",
     "weights": "weights",
     "slots": "tokens by slot",
-    "routes": "experts of each token",
+    "routes": "each token's experts",
 }
 _MAKERS = {"heat": _from_heat, "slots": _from_slots, "routes": _from_routes, "weights": _from_weights}
 
@@ -308,7 +308,7 @@ def _experts(arrays: Mapping[str, Array], read_as: ReadAs) -> int | None:
     if read_as.experts is not None or array is None:
         return read_as.experts
     if array.size != 1 or array.dtype.kind not in "iu" or int(array.ravel()[0]) < 1:
-        raise HeatError(f"gives {array.tolist()} as the number of experts; expected one positive integer")
+        raise HeatError(f"states {array.tolist()} as the number of experts; expected one positive integer")
     return int(array.ravel()[0])
 
 
@@ -339,7 +339,7 @@ def _meaning_of(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) ->
     elif list(arrays) == [""]:
         return _meaning_of_bare(arrays[""], file_name), ""
     raise HeatError(
-        f"holds {_inventory(arrays)}: state the meaning with --as; recognised names of arrays are "
+        f"holds {_inventory(arrays)}: specify its meaning with --as; recognised array names are "
         f"{', '.join(name for names in _NAMES.values() for name in names)}"
     )
 
@@ -371,7 +371,7 @@ def _meaning_of_bare(array: Array, file_name: str) -> Meaning:
     if array.ndim in (2, 3) and array.size and array.dtype.kind in "iu" and _looks_like_placement(array):
         raise HeatError(
             f"holds expert numbers {shape}, like a placement or an expert map, not tokens: pass it with --placement, "
-            "or with --map in addition to tokens by slot; use --as weights or --as heat if these are tokens"
+            "or with --map in addition to tokens by slot; use --as weights or --as heat if the numbers are tokens"
         )
     if array.ndim == 4 or any(name in file_name for name in _NAMES["slots"]):
         return "slots"
@@ -381,6 +381,6 @@ def _meaning_of_bare(array: Array, file_name: str) -> Meaning:
         return "heat"
     raise HeatError(
         f"holds an array of shape {shape}, which is ambiguous: use --as heat, weights, routes or slots. "
-        "Heat is [steps, layers, experts], weights are [layers, experts], routes (the experts of each token) are "
+        "Heat is [steps, layers, experts], weights are [layers, experts], routes (each token's experts) are "
         "[tokens, layers, choices], and tokens by slot are [steps, layers, ranks, slots]"
     )

@@ -95,7 +95,7 @@ class StoredTrace(Trace):
             attributes = dict(self.metadata["attributes"])
             if (attributes.get("format"), attributes.get("version")) != (_FORMAT, _VERSION):
                 raise HeatError(
-                    f"is not an {_FORMAT} of version {_VERSION}: its attributes are {str(attributes)[:200]}"
+                    f"is not an {_FORMAT}, version {_VERSION}: its attributes are {str(attributes)[:200]}"
                 )
             names_of_facts = [field.name for field in fields(TraceFacts) if field.name in attributes]
             self.facts = TypeAdapter(TraceFacts).validate_python(
@@ -111,12 +111,12 @@ class StoredTrace(Trace):
                 f"{', '.join(sorted(_BY_EXPERT))}, or {', '.join(sorted(_BY_SLOT))}"
             )
         self.columns = {name: Column.open(folder / name, *_ARRAYS[name]) for name in names}
-        """All arrays, by name."""
+        """All arrays, keyed by name."""
         layers = self.columns["slot_heat" if self.by_slot else "heat"].tail[0]
         self._shape = self.counts["step"], layers, experts
         self._check_columns()
         self.placements: dict[tuple[int, int], Int32] = {}
-        """Expert in each slot, ``[R, S]``, by layer and epoch. Empty for a trace by expert."""
+        """Expert in each slot, ``[R, S]``, keyed by layer and epoch. Empty for a trace by expert."""
         if self.by_slot:
             self._read_placements()
 
@@ -244,7 +244,7 @@ class TraceWriter:
     def __init__(self, path: Path, facts: TraceFacts, layers: int, experts: int) -> None:
         self.path = path
         self.placements: dict[tuple[int, int], Int32] = {}
-        """Expert in each slot, ``[R, S]``, by layer and epoch, for the placements recorded so far."""
+        """Expert in each slot, ``[R, S]``, keyed by layer and epoch, for the placements recorded so far."""
         self._facts = facts
         self._layers = layers
         self._experts = experts
@@ -288,7 +288,7 @@ class TraceWriter:
         tokens_T
             Number of tokens in each step.
         phase_T
-            Phase of each step, as an index into the phases in the facts.
+            Phase of each step, as an index into ``facts.phases``.
         source_TRLE
             Tokens by source rank before dispatch, ``[t, R, L, E]``.
 
@@ -316,7 +316,7 @@ class TraceWriter:
         for name, array in rows.items():
             shape = (steps, *_tail(name, self._sizes))
             if array.shape != shape:
-                raise HeatError(f"{name} has the shape {list(array.shape)}; expected {list(shape)}")
+                raise HeatError(f"{name} has shape {list(array.shape)}; expected {list(shape)}")
         self._names = rows.keys()
         self.steps += steps
         for name, array in rows.items():
@@ -340,7 +340,7 @@ class TraceWriter:
         elif not np.array_equal(recorded_RS, phy2log_RS):
             raise HeatError(
                 f"{self.path}: has a different placement of layer {layer} at epoch {epoch}, because the deployment was "
-                f"restarted; its {self.steps} steps are kept, continue the recording in another file"
+                f"restarted; its {self.steps} steps are kept, so continue the recording in another file"
             )
 
     def flush(self) -> None:
@@ -408,8 +408,8 @@ class TraceWriter:
 
 def _described(facts: TraceFacts, layers: int, experts: int) -> str:
     """Describe a deployment for a message. Recordings with equal descriptions can share a trace."""
-    ranks = f" on {facts.ranks} ranks of {facts.slots} slots" if facts.ranks else ""
-    return f"{experts} experts in {layers} layers{ranks}, with the phases {', '.join(facts.phases)}"
+    ranks = f" on {facts.ranks} ranks with {facts.slots} slots each" if facts.ranks else ""
+    return f"{experts} experts in {layers} layers{ranks}, with phases {', '.join(facts.phases)}"
 
 
 def _counts(values: npt.ArrayLike) -> Array:
@@ -420,6 +420,6 @@ def _counts(values: npt.ArrayLike) -> Array:
     invalid = array[counts != array]
     if invalid.size:
         raise HeatError(
-            f"holds the count {invalid[0]}; a native trace records whole tokens below 2**32, so scale and round it"
+            f"has a count of {invalid[0]}; a native trace records whole tokens below 2**32; scale and round the counts"
         )
     return counts

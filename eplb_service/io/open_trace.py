@@ -94,7 +94,7 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise HeatError(f"{path}: cannot be read ({error.strerror or error})") from error
     except MemoryError as error:
-        raise HeatError(f"{path}: does not fit into memory; convert it piece by piece") from error
+        raise HeatError(f"{path}: does not fit in memory; convert it piece by piece") from error
     except HeatError as error:
         raise HeatError(f"{path}: {error}") from error
 
@@ -174,7 +174,7 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
             return read(folder, read_as)
     files = sorted(folder.glob("*.pt"))
     if not files:
-        raise HeatError(f"is a folder of an unknown format; known formats are {KNOWN}")
+        raise HeatError(f"is a folder in an unknown format; known formats are {KNOWN}")
     dumps = []
     for file in files:
         with naming(Path(file.name)):
@@ -182,7 +182,7 @@ def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
             if len(files) == 1:
                 return _trace_of_document(document, "torch .pt", read_as, file)
             if not sglang.is_dump(document):
-                raise HeatError("holds no records of forward passes; open this file instead of the folder")
+                raise HeatError("has no records of forward passes; open this file instead of the folder")
             dumps.append((file.name, document))
     return sglang.trace_of_dumps(dumps, read_as)
 
@@ -192,7 +192,7 @@ def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     remaining = iter(records)
     first = next(remaining, None)
     if first is None:
-        raise HeatError("holds no records")
+        raise HeatError("has no records")
     location, content = first
     for is_record, read in _RECORDS:
         if is_record(content):
@@ -223,7 +223,7 @@ def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) 
     if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
         return sglang.trace_of_ring_buffer(counts_TLE, origin, read_as)
     if not arrays:
-        raise HeatError(f"holds no array of numbers; its fields are {_names(document)}")
+        raise HeatError(f"has no array of numbers; its fields are {_names(document)}")
     return trace_of_arrays(arrays, origin, read_as)
 
 

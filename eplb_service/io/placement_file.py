@@ -102,7 +102,7 @@ def read_foreign(path: Path, experts: int, ranks: int, layer_numbers: Sequence[i
         if phy2log.ndim == 2 and phy2log.shape[1] % ranks == 0:
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
-            raise PlacementError(f"places the experts on {phy2log.shape[1]} ranks; expected {ranks} ranks")
+            raise PlacementError(f"places experts on {phy2log.shape[1]} ranks; expected {ranks} ranks")
         return checked_foreign(phy2log, experts)
     except (HeatError, PlacementError) as error:
         raise PlacementError(f"{path}: {error}") from error
@@ -120,16 +120,16 @@ def _of_layers(rows: _Rows, layer_numbers: Sequence[int] | None) -> Array:
     if not layer_numbers:
         if list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
             raise PlacementError(
-                f"places the layers {listed(numbers)}, which cannot be matched to the trace's layers, because those "
-                "have no numbers"
+                f"places layers {listed(numbers)}, which cannot be matched to the trace's layers, because the trace's "
+                "layers have no numbers"
             )
         return phy2log
     trace_numbers = list(layer_numbers) if rows.of_model else list(range(len(layer_numbers)))
     row_of = {number: row for row, number in enumerate(numbers)}
     if missing := [number for number in trace_numbers if number not in row_of]:
         raise PlacementError(
-            f"has no placement of the layers {listed(missing)}: the trace has the layers {listed(trace_numbers)}, and "
-            f"the file has {listed(numbers)}"
+            f"has no placement for layers {listed(missing)}: the trace has layers {listed(trace_numbers)}, but the "
+            f"file has {listed(numbers)}"
         )
     return phy2log[[row_of[number] for number in trace_numbers]]
 
@@ -151,7 +151,7 @@ def _read_rows(path: Path) -> _Rows:
         if path.suffix in _READERS:
             return _rows_of(_READERS[path.suffix](path))
         if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise PlacementError("is larger than 256 MiB, the limit for a placement in text form")
+            raise PlacementError("is larger than 256 MiB, the limit for text placement files")
         if path.suffix in (".yaml", ".yml"):
             with reporting_damage("YAML document"):
                 return _rows_of(yaml.safe_load(path.read_bytes()))

@@ -31,7 +31,7 @@ _PHASE_OF = {
 
 @dataclass
 class _Step:
-    """Reports of one step, by rank. Their arrays are not copied."""
+    """Reports of one step, keyed by rank. Their arrays are not copied."""
 
     number: int
     reports: dict[int, HeatReport] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Lock:
             except OSError:
                 os.close(file)
                 raise OutputError(
-                    f"{path}: another recording is writing to this trace; stop it, or choose another name"
+                    f"{path}: another recording is writing to this trace; stop that recording, or choose another name"
                 ) from None
             # The previous holder may have removed the file between this process opening and locking it.
             if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
@@ -172,7 +172,7 @@ class Recorder:
         self._newest = -1
         self._begun = False
         self._tables: dict[tuple[int, int], Int32 | None] = {}
-        """Tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``, by layer and epoch."""
+        """Tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``, keyed by layer and epoch."""
 
     @property
     def full(self) -> bool:
@@ -207,8 +207,8 @@ class Recorder:
         """Add a rank's report. The caller must not modify its arrays afterwards."""
         if report.slot_counts_TLS is None and any(table is None for table in self._tables.values()):
             raise HeatError(
-                f"rank {rank} does not count tokens by slot, and the tables to compute them from are too large to be "
-                "sent, so this deployment cannot be recorded"
+                f"rank {rank} does not count tokens by slot, and the tables needed to compute the counts are too "
+                "large to send, so this deployment cannot be recorded"
             )
         end = report.first_step + report.steps
         for number in range(max(report.first_step, self._next), end):

@@ -72,11 +72,13 @@ def trace_of_routes(
     largest = int(routes_KLC.max())
     if experts is None:
         experts = largest + 1
-        origin += f", {experts} experts according to the largest that was chosen"
+        origin += f", {experts} experts, inferred from the highest expert id"
     if batch < 1:
-        raise HeatError(f"cannot be batched into steps of {batch} tokens; use a --batch of 1 or more")
+        raise HeatError(f"cannot be batched into steps of {batch} tokens; use a --batch of at least 1")
     if smallest < (-1 if padded else 0) or largest >= experts:
-        raise HeatError(f"routes name the experts {smallest} to {largest}, but there are {experts} experts")
+        raise HeatError(
+            f"routes refer to experts {smallest} to {largest}, but there are only {experts} experts"
+        )
     tokens, layers, top_k = routes_KLC.shape
     bounds = _checked_bounds(request_bounds, tokens, batch)
     step_K, _ = steps_and_places(bounds, batch)
@@ -141,7 +143,7 @@ def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: in
     )
     if not increasing or bounds[0] != 0 or bounds[-1] != tokens:
         raise HeatError(
-            f"has the request bounds {bounds.tolist()[:8]}; expected increasing integers from 0 to {tokens}"
+            f"has request bounds {bounds.tolist()[:8]}; expected increasing integers from 0 to {tokens}"
         )
     if request_bounds is not None and batch > bounds.size - 1:
         raise HeatError(
@@ -212,14 +214,16 @@ def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | N
     map_LP = expert_map.reshape(len(expert_map), -1) if expert_map.ndim == 3 else np.atleast_2d(expert_map)
     if map_LP.shape not in ((layers, slots), (1, slots)) or map_LP.dtype.kind not in "iu":
         raise HeatError(
-            f"the map {expert_map.dtype} {list(expert_map.shape)} does not fit heat of {layers} layers x {slots} "
+            f"the map {expert_map.dtype} {list(expert_map.shape)} does not match heat of {layers} layers x {slots} "
             "slots; expected one expert number per slot"
         )
     smallest = int(map_LP.min())
     largest = int(map_LP.max())
     experts = largest + 1 if experts is None else experts
     if smallest < 0 or largest >= experts:
-        raise HeatError(f"the map names the experts {smallest} to {largest}, but there are {experts} experts")
+        raise HeatError(
+            f"the map refers to experts {smallest} to {largest}, but there are only {experts} experts"
+        )
     dtype = np.float64 if slot_heat_TLP.dtype.kind == "f" else np.int64
     check_fits_memory(8 * steps * layers * experts)
     heat_TLE = np.zeros((steps, layers, experts), dtype=dtype)

@@ -111,7 +111,7 @@ def _static(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
 
 
 def _drift(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
-    """Return log-popularities that follow a random walk with a pull back to their initial values."""
+    """Return log-popularities that follow a mean-reverting random walk around their initial values."""
     walk_TLE = _DRIFT_LOG_SD * rng.standard_normal((steps, *log_LE.shape))
     for step in range(1, steps):
         walk_TLE[step] += _DRIFT_PULL * walk_TLE[step - 1]

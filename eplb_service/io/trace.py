@@ -211,7 +211,7 @@ class ArrayTrace(Trace):
         rows = self.heat_TLE[:0] if self.heat_TLE.ndim == 3 and self.heat_TLE.size else self.heat_TLE
         checked_heat(rows)
         if self.heat_TLE.shape[0] == 0:
-            raise HeatError("the trace holds no steps; record at least one")
+            raise HeatError("the trace has no steps; record at least one step")
         steps, layers, experts = self.shape
         if self.source_TRLE is not None:
             expected = (steps, self.facts.ranks, layers, experts)
@@ -264,7 +264,7 @@ class ArrayTrace(Trace):
             return None
         rows_TRLE = self.source_TRLE[first:last]
         if rows_TRLE.size and rows_TRLE.min() < 0:
-            raise HeatError("source heat holds negative counts")
+            raise HeatError("source heat has negative counts")
         return rows_TRLE
 
     def phase_numbers(self, first: int, last: int) -> Int64:

@@ -132,9 +132,9 @@ class Column:
             or column._chunk_bytes > _MAX_CHUNK_BYTES
         ):
             raise HeatError(
-                f"{path.name} is {document['data_type']} {document['shape']} in chunks {list(column._chunks)} by "
-                f"{one_line(Exception(codecs))}; expected {dtype} [{', '.join(axes)}] in chunks of whole rows, up to "
-                "1 GiB, by bytes (little) and gzip"
+                f"{path.name} is {document['data_type']} {document['shape']} in chunks {list(column._chunks)}, encoded "
+                f"with {one_line(Exception(codecs))}; expected {dtype} [{', '.join(axes)}] in chunks of whole rows, up "
+                "to 1 GiB, encoded with bytes (little) and gzip"
             )
         return column
 

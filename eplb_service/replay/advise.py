@@ -243,7 +243,7 @@ class _Rounds:
     start: int
 
     def try_slots(self, schedule: Setup) -> Replay:
-        """Replay all numbers of slots, and again with free moves if the planner sets the move price."""
+        """Replay every slot count, and again with free moves if the planner sets the move price."""
         setups = [replace(schedule, slots=count, start=self.start) for count in self.slots]
         jobs = self._jobs(setups, self.settings.move_price)
         if self.settings.move_price == AUTO and jobs[-1].external() is None:
@@ -285,7 +285,7 @@ class _Rounds:
         """Replay jobs. Raises ``ReplayError`` if the replay was interrupted."""
         result = self.run(jobs)
         if result.interrupted:
-            raise ReplayError("the replay was stopped before there were enough results to advise on")
+            raise ReplayError("the replay was stopped before there were enough results for advice")
         return result
 
 
@@ -355,9 +355,9 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
             return []
         return [
-            f"An expert gets {tokens_per_expert:.0f} tokens in a step on average. Up to 100 or 200, a device takes no "
-            "longer than for one, because reading the weights dominates, and a redundant slot adds a read. Use --gpu "
-            "with --model, or --cost-curve, to estimate the time that balancing saves."
+            f"An expert gets {tokens_per_expert:.0f} tokens per step on average. A device takes no longer for 100 or "
+            "200 tokens than for one, because reading the weights dominates, and a redundant slot adds a read. Use "
+            "--gpu with --model, or --cost-curve, to estimate the time that balancing saves."
         ]
     if curve.linear:
         return []
@@ -366,8 +366,8 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
     warning = f"Each slot that gets tokens takes {curve.read_us:.1f} us per layer and step to read its weights{memory}."
     if tokens_per_expert is not None and tokens_per_expert < curve.knee_tokens:
         warning += (
-            f" An expert gets {tokens_per_expert:.0f} tokens in a step on average; up to {curve.knee_tokens:.0f} it "
-            "takes no longer than for one, so balancing tokens hardly shortens such steps."
+            f" An expert gets {tokens_per_expert:.0f} tokens per step on average. A slot takes no longer for "
+            f"{curve.knee_tokens:.0f} tokens than for one, so balancing tokens hardly shortens such steps."
         )
     return [warning]
 
@@ -511,29 +511,30 @@ def _price(label: str, settings: PlannerSettings) -> NumberOrAuto:
 def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
     """Return True if the chosen setting pays off, and the reasons.
 
-    The cost curve decides. Without one, the PAR and the given times decide.
+    The cost curve determines the verdict. Without one, the PAR and the given times do.
     """
     reasons = [
         f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone leaves about {score.floor:.3f}."
     ]
     if alone.moe_ms is not None and chosen.moe_ms is not None and chosen.net_ms is not None:
         return chosen.net_ms > SAME_TIME * alone.moe_ms, [
-            f"By the cost curve, the slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, compared with "
-            f"{alone.moe_ms:.3f} ms if left alone. Switching costs {score.stall_ms:.3f} ms per step, which leaves a "
-            f"gain of {chosen.net_ms:.3f} ms.",
+            f"According to the cost curve, the slowest ranks of all layers take {chosen.moe_ms:.3f} ms per step, "
+            f"compared with {alone.moe_ms:.3f} ms with the initial placement. Switching costs {score.stall_ms:.3f} ms "
+            f"per step, which leaves a gain of {chosen.net_ms:.3f} ms.",
             *reasons,
         ]
     pays = alone.par - score.par >= _MIN_GAIN
     if alone.par - score.floor < _MIN_GAIN:
-        reasons.append("The ranks are already as even as token sampling lets them be.")
+        reasons.append("The ranks are already as balanced as token sampling allows.")
     elif not pays:
         reasons.append(
-            "The heat changes faster than placements can follow: one that fits a window does not fit the next."
+            "The heat changes faster than placements can follow: a placement that fits one window does not fit the "
+            "next."
         )
     if score.floor - 1 > 0.5 * (alone.par - 1):
         reasons.append(
-            "A rank gets so few tokens per layer and step that chance causes most of the imbalance. No placement helps "
-            "against that; larger batches would."
+            "A rank gets so few tokens per layer and step that chance causes most of the imbalance. No placement can "
+            "fix that, but larger batches would help."
         )
     estimate = costs.estimate_text(score.par, alone.par)
     if estimate is not None:
@@ -545,7 +546,7 @@ def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[
         reasons.append(f"Switching costs as much as balancing saves: {chosen.net_ms:.3f} ms per step, net.")
     elif costs.step_ms:
         reasons.append(
-            f"With the given layer_ms, that saves {chosen.net_ms:.2f} ms of a step of {costs.step_ms:g} ms, net of "
-            "switching."
+            f"With the given layer_ms, that saves {chosen.net_ms:.2f} ms per {costs.step_ms:g} ms step, net of "
+            "switching costs."
         )
     return pays, reasons

@@ -116,7 +116,7 @@ class Costs:
     """
 
     ESTIMATE_BASIS: ClassVar[str] = (
-        f"if experts take {_MIN_MOE_SHARE:.0%} to {_MAX_MOE_SHARE:.0%} of it, before the cost of moves"
+        f"if experts take {_MIN_MOE_SHARE:.0%} to {_MAX_MOE_SHARE:.0%} of the step, before the cost of moves"
     )
 
     step_ms: float = 0.0
@@ -146,7 +146,7 @@ class Costs:
         layers
             Number of layers in the trace.
         figures
-            Other fields of ``Costs``, by name.
+            Other fields of ``Costs``, keyed by name.
 
         Raises
         ------
@@ -176,7 +176,7 @@ class Costs:
         for name in (*numbers, "commit_ms", "layer_ms"):
             value = getattr(self, name)
             if value is not None and (not math.isfinite(value) or value < 0):
-                raise ReplayError(f"{name} is {value}; it must be a finite number, zero or more")
+                raise ReplayError(f"{name} is {value}; it must be a finite number, 0 or more")
         for name in ("link_bandwidth", "link_share", "layer_ms"):
             if getattr(self, name) == 0:
                 raise ReplayError(f"{name} is 0; it must be greater than 0")
@@ -319,13 +319,15 @@ class Costs:
         Examples
         --------
         >>> Costs(step_ms=40.0, layer_assumed=True).estimate_text(par=1.2, par_left_alone=1.6)
-        'estimate: 2 to 8 ms of a step of 40 ms, if experts take 20% to 80% of it, before the cost of moves'
+        'estimated saving: 2 to 8 ms per 40 ms step, if experts take 20% to 80% of the step, before the cost of moves'
         """
         estimate = self.estimated_ms(par, par_left_alone)
         if estimate is None:
             return None
         low, high = (digits(ms, 2) for ms in estimate)
-        return f"estimate: {low} to {high} ms of a step of {digits(self.step_ms)} ms, {self.ESTIMATE_BASIS}"
+        return (
+            f"estimated saving: {low} to {high} ms per {digits(self.step_ms)} ms step, {self.ESTIMATE_BASIS}"
+        )
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
         """Return the figures that results depend on; ``given`` contains the names of the options that the user set."""

@@ -374,7 +374,7 @@ def _in_processes(function: Callable[..., Any], work: Sequence[tuple[Any, ...]],
             yield index_of_future[future], future.result()
     except BrokenProcessPool as error:
         raise ReplayError(
-            "a worker process ended unexpectedly; if it was killed for memory, use fewer --workers"
+            "a worker process exited unexpectedly; if it ran out of memory, use fewer --workers"
         ) from error
     finally:
         if not all(future.done() for future in index_of_future):

@@ -96,7 +96,7 @@ def _sources(trace: Trace, first: int, end: int) -> Iterator[Array]:
 
 
 def _dealt_loads(source_TRLE: Array, destination_RLED: npt.NDArray[np.integer], destinations: int) -> Float64:
-    """Return the loads like ``_loads_from_sources``, but with each source using its D entries in turn."""
+    """Return the loads as ``_loads_from_sources`` does, but with each source using its D entries in turn."""
     width = destination_RLED.shape[3]
     loads = [
         _loads_from_sources(dealt_to(source_TRLE, entry, width), destination_RLED[..., entry], destinations)

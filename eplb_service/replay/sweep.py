@@ -27,7 +27,7 @@ class SweepCell:
     jobs
         The baseline and the policies of one setup.
     varied
-        Values of the varied settings, by name; empty if no setting is varied.
+        Values of the varied settings, keyed by name; empty if no setting is varied.
     """
 
     file: TraceFile

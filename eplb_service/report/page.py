@@ -58,7 +58,7 @@ def report_page(
         "perfect. The floor is approximately the PAR that token sampling gives a perfectly balanced placement.",
         "ranks.svg": f"By layer, in the steps of the last decision: with the initial placement, and with {best.label}.",
         "layers.svg": f"After each decision: with the initial placement, and with {best.label}.",
-        "moves.svg": "Slots that had to receive the weights of another expert, per interval.",
+        "moves.svg": "Slots that received another expert's weights, per interval.",
         "pareto.svg": "Down and to the left is better. The line connects the policies that no other policy beats in "
         f"both. With the initial placement, PAR is {score.par_left_alone:.3f} and nothing moves.",
     }
@@ -104,7 +104,7 @@ def _shape(replay: Replay) -> str:
     slots = " or ".join(str(count) for count in sorted({policy.setup.slots for policy in replay.policies}))
     return (
         f"{replay.layers} layers x {replay.experts} experts on {replay.ranks} ranks x {slots} slots; "
-        f"{replay.steps:,} steps scored from step {replay.first:,} on"
+        f"{replay.steps:,} steps scored from step {replay.first:,} onward"
     )
 
 
@@ -125,15 +125,15 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
 
 
 def _time_tiles(costs: Costs, score: Score, slots: int) -> dict[str, str]:
-    """Return those figures in milliseconds, by label, for which the costs are known."""
+    """Return the figures in milliseconds whose costs are known, keyed by label."""
     tiles = {}
     if costs.step_ms and score.net_ms is not None:
-        label = f"net saving in a step of {digits(costs.step_ms)} ms, according to the stated costs"
+        label = f"net saving per {digits(costs.step_ms)} ms step, according to the stated costs"
         tiles[label] = f"{digits(score.net_ms)} ms"
     estimate = costs.estimated_ms(score.par, score.par_left_alone)
     if estimate is not None:
         low, high = (digits(ms, 2) for ms in estimate)
-        label = f"estimated saving in a step of {digits(costs.step_ms)} ms, {costs.ESTIMATE_BASIS}"
+        label = f"estimated saving per {digits(costs.step_ms)} ms step, {costs.ESTIMATE_BASIS}"
         tiles[label] = f"{low} to {high} ms"
     if score.moe_ms is not None:
         label = "slowest ranks of all layers per step, according to the cost curve"
@@ -167,7 +167,7 @@ def _table(replay: Replay) -> str:
             "worst layer": f"{policy.par_realised_L.max():.3f}",
             "regret": "" if score.regret is None else f"{score.regret:.3f}",
             "moves": f"{policy.moves_per_interval:,.1f}",
-            "slots moved in 100 steps": f"{replay.moved_per_100_steps(policy):.1%}",
+            "slots moved per 100 steps": f"{replay.moved_per_100_steps(policy):.1%}",
             "GB": f"{score.bytes_moved / 1e9:,.2f}",
             "late": f"{policy.total('late'):,}",
             "solve ms": f"{policy.seconds_mean * 1e3:,.1f}",

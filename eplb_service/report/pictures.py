@@ -53,7 +53,7 @@ def pictures_of(replay: Replay) -> dict[str, Picture]:
     Returns
     -------
     dict of str to Picture
-        SVG files by name, such as ``par.svg``. A notebook displays them as pictures.
+        SVG files keyed by name, such as ``par.svg``. A notebook displays them as pictures.
     """
     best = best_policy(replay)
     initial = replay.baseline(best.setup)
@@ -99,7 +99,7 @@ def best_policy(replay: Replay) -> PolicyReplay:
 
 
 def _looks(policies: Sequence[PolicyReplay]) -> dict[str, Look]:
-    """Return a distinct look for each policy, by label."""
+    """Return a distinct look for each policy, keyed by label."""
     styles = cycle(product(zip(_DASHES, MARKERS, strict=True), _COLOURS))
     return {
         policy.label: Look(colour, dashes, marker)
@@ -137,7 +137,7 @@ def _balance_against_moves(
     ]
     front = list(_front((dot.x, dot.y) for dot in dots))
     return dots_and_front(
-        "Balance against moves", "slots that receive weights in 100 steps", "PAR", dots, front
+        "Balance against moves", "slots that receive weights per 100 steps", "PAR", dots, front
     )
 
 

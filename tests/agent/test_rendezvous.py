@@ -127,6 +127,6 @@ def test_ranks_with_mixed_releases_are_named_on_all_ranks() -> None:
     logged = run_ranks(RANKS, _meets_another_release, 1)
     assert len(logged) == RANKS
     for text in logged:
-        assert "the ranks run different releases of the agent" in text
+        assert "the ranks run different agent releases" in text
         assert "99.0 on ranks 1" in text
         assert f"{__version__} on ranks 0, 2" in text

@@ -249,10 +249,10 @@ class FixedPolicy(Stays):
     [
         ([[[0, 0, 1], [2, 3, 3]]], None),
         ([[[0, 0, 1], [2, 2, 3], [0, 1, 2]]], "returned a placement of shape [1, 3, 3], expected [1, 2, 3]"),
-        ([[[0, 1, 2], [0, 1, 2]]], "returned an invalid placement (layer 0: expert 3 is in no slot)"),
-        ([[[0, 1, 2], [3, 1, 4]]], "names expert 4"),
+        ([[[0, 1, 2], [0, 1, 2]]], "returned an invalid placement (layer 0: expert 3 has no slot)"),
+        ([[[0, 1, 2], [3, 1, 4]]], "has expert 4"),
         ([[[0, 1, 2], [3, 1, -1]]], "leaves slots empty"),
-        ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "holds integers"),
+        ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "expected a placement of integers"),
     ],
 )
 def test_invalid_responses_are_reported_and_valid_ones_scored(

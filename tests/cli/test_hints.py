@@ -75,7 +75,7 @@ def test_every_planning_command_checks_the_expert_groups(command, wide, capsys):
     assert "--expert-groups 3 does not divide the 8 experts evenly" in err
     code, _, err = run(capsys, command, wide, "--expert-groups", 8, "--nodes", "0,0,0,1")
     assert code == 0, err
-    assert "hint: --expert-groups has no effect: 8 experts in 8 groups do not spread evenly" in err
+    assert "hint: --expert-groups has no effect: 8 experts in 8 groups cannot be spread evenly" in err
     code, _, err = run(capsys, command, wide)
     assert (code, "hint" in err) == (0, False)
 

@@ -44,7 +44,7 @@ def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ("solve --help", "up to which a layer is left alone (cherry-picking)"),
+        ("solve --help", "at which a layer is left unchanged (cherry-picking)"),
         ("serve --listen nowhere", "setting listen: an address is host:port"),
     ],
 )

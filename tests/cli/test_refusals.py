@@ -46,7 +46,7 @@ REFUSED = (
     ("replay", "--report report.pdf", "must end in .html"),
     ("replay", "--charts four.npz", "expected a folder, or a new name in an existing folder"),
     ("replay", "--redundant 4", "--slots and --redundant exclude each other"),
-    ("replay", "--heat four.npz", "holds phy2log [2, 4, 4]: state the meaning with --as"),
+    ("replay", "--heat four.npz", "holds phy2log [2, 4, 4]: specify its meaning with --as"),
     ("replay", "--nodes 3", "a number of nodes that divides 4 ranks"),
     ("replay", "--nodes 0,0,1", "or the node of each rank"),
     ("replay", "--token-group 3", "--token-group 3 does not divide 4 ranks"),

@@ -41,7 +41,7 @@ def test_a_curve_without_read_and_launch_is_linear():
     ],
 )
 def test_invalid_times_are_rejected(values):
-    with pytest.raises(CurveError, match="must be a finite time"):
+    with pytest.raises(CurveError, match="expected a finite number"):
         CostCurve(*values)
 
 

@@ -30,10 +30,10 @@ def test_a_curve_for_any_phase_matches_every_phase(tmp_path):
 def test_the_phase_is_required_if_a_file_has_several(tmp_path):
     path = tmp_path / "curve.json"
     write_curves(path, [H200, replace(H200, phase="prefill")])
-    with pytest.raises(CurveError, match=r"name one of them, as in .*curve.json:decode"):
+    with pytest.raises(CurveError, match=r"select one, as in .*curve.json:decode"):
         read_curve(str(path))
     write_curves(path, [H200])
-    with pytest.raises(CurveError, match="no curve for prefill; it has decode"):
+    with pytest.raises(CurveError, match="no prefill curve, only decode"):
         read_curve(f"{path}:prefill")
 
 
@@ -45,8 +45,8 @@ def _document(**changes):
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        (b"\xff", "is not a file of cost curves"),
-        ([], "is not a file of cost curves"),
+        (b"\xff", "is not a cost curve file"),
+        ([], "is not a cost curve file"),
         ({**_document(), "more": 1}, "more: Unexpected"),
         ({"format": "other", "curves": []}, "format"),
         (_document(read_us=-1), "read_us"),

@@ -53,7 +53,8 @@ def test_errors_are_measured_on_held_out_measurements():
 
 def test_measurements_that_no_curve_fits_are_rejected():
     with pytest.raises(
-        CurveFitError, match=r"^noise: no cost curve fits \(median error .*; at most 10% in the"
+        CurveFitError,
+        match=r"^noise: no cost curve fits \(median error .*; the error must be at most 10% in the",
     ):
         fit_curve(BUSY, TOKENS, times(H200, noise=0.8), source="noise")
 
@@ -63,7 +64,7 @@ def test_too_few_or_invalid_measurements_are_rejected():
     with pytest.raises(CurveFitError, match="7 measurements are too few"):
         fit_curve(ones, ones, ones)
     for us_B in (TOKENS * 0, TOKENS * np.nan):
-        with pytest.raises(CurveFitError, match="must be finite and above 0; one measurement has"):
+        with pytest.raises(CurveFitError, match="must be finite and above 0, but one measurement has"):
             fit_curve(BUSY, TOKENS, us_B)
 
 

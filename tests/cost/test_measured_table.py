@@ -41,7 +41,7 @@ def test_one_of_several_kernels_must_be_selected(tmp_path):
         curve_from_table(path)
     curve = curve_from_table(path, moe_dtype="bfloat16")
     assert curve.read_us == pytest.approx(30, rel=0.1)
-    with pytest.raises(CurveError, match=r"has no kernel .* that matches {'hidden_size': 4096}"):
+    with pytest.raises(CurveError, match=r"has no matching kernel .* for {'hidden_size': 4096}"):
         curve_from_table(path, hidden_size=4096)
 
 
@@ -49,11 +49,11 @@ def test_files_without_a_measured_table_are_rejected(tmp_path):
     path = tmp_path / "other.parquet"
     parquet.write_table(pyarrow.table({"latency": np.ones(3)}), path)
     with pytest.raises(
-        CurveError, match=r"is not a parquet table of MoE kernels \(KeyError\('distribution'\)\)"
+        CurveError, match=r"is not a Parquet table of MoE kernels \(KeyError\('distribution'\)\)"
     ):
         curve_from_table(path)
     path.write_bytes(b"PAR1")
-    with pytest.raises(CurveError, match="is not a parquet table of MoE kernels"):
+    with pytest.raises(CurveError, match="is not a Parquet table of MoE kernels"):
         curve_from_table(path)
     broken = [row | {"latency": None} for row in rows(H200)]
     with pytest.raises(CurveError, match="TypeError"):

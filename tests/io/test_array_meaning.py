@@ -61,7 +61,7 @@ QUESTIONS = {
     "heat and tokens by slot": (
         "a.npz",
         npz(heat=COUNTS_TLP[..., :32], slot_heat=COUNTS_TLP),
-        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: state the meaning with --as",
+        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: specify its meaning with --as",
         {"meaning": "heat"},
         (7, 4, 32),
     ),
@@ -112,7 +112,7 @@ def test_a_map_implies_tokens_by_slot(tmp_path: Path) -> None:
 def test_the_origin_says_if_the_expert_count_is_inferred(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", routes=ROUTES_KLC)
     assert (
-        "16 experts according to the largest that was chosen"
+        "16 experts, inferred from the highest expert id"
         in open_trace(tmp_path / "a.npz", ReadAs(batch=10)).facts.origin
     )
     trace = open_trace(tmp_path / "a.npz", ReadAs(batch=10, experts=32))

@@ -81,13 +81,13 @@ def lists(count):
 @pytest.mark.parametrize(
     ("program", "how", "message"),
     [
-        (lists(1 << 20), zipfile.ZIP_BZIP2, "uses a compression that numpy and torch do not use"),
-        (lists(1 << 20), zipfile.ZIP_LZMA, "uses a compression that numpy and torch do not use"),
+        (lists(1 << 20), zipfile.ZIP_BZIP2, "uses a compression method that numpy and torch never use"),
+        (lists(1 << 20), zipfile.ZIP_LZMA, "uses a compression method that numpy and torch never use"),
         (lists(60 << 20), zipfile.ZIP_DEFLATED, "is compressed, which torch files never are"),
         (shared(5), zipfile.ZIP_STORED, "asks for 8.0 GiB of memory"),
         (itself(), zipfile.ZIP_STORED, "holds a container that contains itself"),
         (b"\x80\x02" + b"\x8f" * 100 + b".", zipfile.ZIP_STORED, "builds a set"),
-        (byte_array(1 << 34), zipfile.ZIP_STORED, "asks for __builtin__.bytearray"),
+        (byte_array(1 << 34), zipfile.ZIP_STORED, "refers to __builtin__.bytearray"),
     ],
 )
 def test_a_pickle_bomb_is_rejected(tmp_path, program, how, message):
@@ -120,7 +120,7 @@ def test_one_expanded_tensor_is_read(tmp_path):
 def test_an_archive_bomb_is_rejected(tmp_path):
     path = tmp_path / "bomb.npz"
     zipped(path, {"heat.npy": bytes(1 << 20)}, zipfile.ZIP_BZIP2)
-    assert "uses a compression that numpy and torch do not use" in refusal(path)
+    assert "uses a compression method that numpy and torch never use" in refusal(path)
 
 
 def test_a_table_of_equal_rows_is_rejected(tmp_path):
@@ -145,7 +145,7 @@ def test_a_table_of_long_texts_is_rejected(tmp_path):
     parquet.write_table(
         pa.table({"step": numbers, "layer": numbers, "expert": numbers, "tokens": text}), path
     )
-    assert "has the column tokens of type" in refusal(path)
+    assert "has column tokens of type" in refusal(path)
 
 
 def test_a_row_with_a_distant_step_is_rejected(tmp_path):

@@ -223,8 +223,8 @@ def test_dense_layers_are_skipped_and_moe_layers_keep_their_numbers(name: str, t
 def test_the_experts_option_adds_experts_without_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,layer,expert,tokens\n0,0,6,5\n1,0,2,5\n")
     assert open_trace(tmp_path / "a.csv", ReadAs(experts=8)).shape == (2, 1, 8)
-    assert "7 experts according to the largest in the table" in open_trace(tmp_path / "a.csv").facts.origin
-    assert "names expert 6, but --experts is 4" in outcome_of(tmp_path / "a.csv", experts=4)
+    assert "7 experts, inferred from the highest expert id" in open_trace(tmp_path / "a.csv").facts.origin
+    assert "refers to expert 6, but --experts is 4" in outcome_of(tmp_path / "a.csv", experts=4)
 
 
 @pytest.mark.parametrize(
@@ -342,5 +342,5 @@ def test_a_map_that_misses_a_layer_with_tokens_is_rejected(tmp_path: Path) -> No
         ("npz of numbered layers", "3, 5"),
         ("npz of all layers", "7 layers without numbers"),
     ):
-        with pytest.raises(HeatError, match=f"has heat of .*{whose}, but the map is for the layers 3, 4"):
+        with pytest.raises(HeatError, match=f"has heat for .*{whose}, but the map is for layers 3, 4"):
             open_trace(SLOTS[name](tmp_path), read_as)

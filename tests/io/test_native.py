@@ -218,7 +218,7 @@ DAMAGE = {
     "no metadata": (lambda p: (p / "heat" / "zarr.json").unlink(), "cannot be read"),
     "cut metadata": (lambda p: (p / "heat" / "zarr.json").write_text('{"zarr'), "cannot be read"),
     "endless metadata": (lambda p: (p / "zarr.json").write_bytes(bytes(1 << 21)), "too large"),
-    "another group": (of_group(format="x"), "is not an eplb-trace of version 1"),
+    "another group": (of_group(format="x"), "is not an eplb-trace, version 1"),
     "a newer version": (of_group(version=9), "'version': 9"),
     "odd attributes": (of_group(ranks="x"), "cannot be read"),
     "no heat": (lambda p: (p / "heat").rename(p / "other"), "may be an incomplete copy"),
@@ -231,7 +231,7 @@ DAMAGE = {
         lambda p: packed(p, bytes(1 << 20)),
         "its size differs from the metadata",
     ),
-    "another codec": (of_heat(codecs=[{"name": "bytes"}]), "by bytes (little) and gzip"),
+    "another codec": (of_heat(codecs=[{"name": "bytes"}]), "encoded with bytes (little) and gzip"),
     "a gigantic chunk": (in_chunks(1 << 29, LAYERS, EXPERTS), "whole rows, up to 1 GiB"),
     "rows of another size": (
         in_chunks(256, LAYERS, EXPERTS + 1),
@@ -244,7 +244,7 @@ DAMAGE = {
     "another type": (of_heat(data_type="int64"), "expected uint32"),
     "big numbers first": (
         of_heat(codecs=[{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "gzip"}]),
-        "by bytes (little) and gzip",
+        "encoded with bytes (little) and gzip",
     ),
     "chunks of nothing": (in_chunks(0, LAYERS, EXPERTS), "positive lengths"),
     "negative steps": (of_heat(shape=[-1, LAYERS, EXPERTS]), "non-negative"),
@@ -277,7 +277,7 @@ def test_invalid_batches_are_rejected(tmp_path):
         (-HEAT_TLE, "whole tokens below 2"),
         (HEAT_TLE / 2, "whole tokens below 2"),
         (HEAT_TLE + 2**32, "whole tokens below 2"),
-        (HEAT_TLE[:, :1], r"heat has the shape \[200, 1, 8\]; expected \[200, 2, 8\]"),
+        (HEAT_TLE[:, :1], r"heat has shape \[200, 1, 8\]; expected \[200, 2, 8\]"),
     ]:
         with pytest.raises(HeatError, match=message):
             writer.append(heat_TLE)

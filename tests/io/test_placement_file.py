@@ -83,7 +83,7 @@ def refusal(path, experts=6, ranks=4):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"layer_list": [', "is not JSON, or truncated"),
+        ('{"layer_list": [', "is not JSON, or is truncated"),
         ("\xff", "is not JSON"),
         ("{}", "found nothing"),
         ('{"layer_list": [{"layer_id": 0}]}', "the same number of experts ('device_list')"),
@@ -113,12 +113,12 @@ def test_json_that_is_not_an_expert_map_is_rejected(tmp_path, text, message):
 def test_placements_of_another_shape_are_rejected(tmp_path):
     path = tmp_path / "placement.npz"
     np.savez(path, phy2log=PLACEMENT.phy2log_LRS)
-    assert "places the experts on 4 ranks; expected 8" in refusal(path, ranks=8)
-    assert "expert 6 is in no slot" in refusal(path, experts=9)
+    assert "places experts on 4 ranks; expected 8" in refusal(path, ranks=8)
+    assert "expert 6 has no slot" in refusal(path, experts=9)
     np.savez(path, experts=PLACEMENT.phy2log_LRS)
     assert "expected phy2log" in refusal(path)
     np.savez(path, phy2log=np.zeros((3, 4, 2), dtype=np.int32))
-    assert "expert 1 is in no slot" in refusal(path)
+    assert "expert 1 has no slot" in refusal(path)
 
 
 @pytest.mark.parametrize("numbers", [None, range(3, 6), range(1, 6, 2)])
@@ -187,7 +187,7 @@ def test_layers_are_matched_by_their_numbers(tmp_path, format, written, missing)
         in_order = (np.arange(8) % 6).reshape(4, 2).tolist()
         assert read.phy2log_LRS.tolist() == [rows.get(number, in_order) for number in (3, 4, 5)]
         return
-    with pytest.raises(PlacementError, match=f"layers {missing}: the trace has the layers 3 to 5, and"):
+    with pytest.raises(PlacementError, match=f"layers {missing}: the trace has layers 3 to 5, but"):
         read_placement(path, 6, 4, (3, 4, 5))
 
 
@@ -218,10 +218,10 @@ def test_a_map_with_a_draft_layer_but_a_missing_layer_is_rejected(tmp_path):
     placement = different_layers(4)
     write_placement(path, placement, placement.default_log2phy(), layer_numbers=(3, 4, 6, 7))
     with pytest.raises(
-        PlacementError, match="layers 5: the trace has the layers 3 to 6, and the file has 3, 4, 6, 7"
+        PlacementError, match="layers 5: the trace has layers 3 to 6, but the file has 3, 4, 6, 7"
     ):
         read_placement(path, 6, 4, (3, 4, 5, 6))
-    with pytest.raises(PlacementError, match="places the layers 3, 4, 6, 7, which cannot be matched"):
+    with pytest.raises(PlacementError, match="places layers 3, 4, 6, 7, which cannot be matched"):
         read_placement(path, 6, 4)
 
 

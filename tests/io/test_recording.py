@@ -231,7 +231,9 @@ def test_uncounted_slots_without_tables_are_rejected():
 def test_two_recorders_cannot_write_the_same_trace():
     first = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64)
     for path in ("decode.zarr", str(Path("decode.zarr").absolute())):
-        with pytest.raises(OutputError, match="another recording is writing to this trace; stop it"):
+        with pytest.raises(
+            OutputError, match="another recording is writing to this trace; stop that recording"
+        ):
             Recorder(Path(path), FACTS, LAYERS, EXPERTS, 64)
     Recorder(Path("other.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
     first.close()

@@ -35,10 +35,10 @@ def test_a_file_truncated_at_any_point_is_rejected(tmp_path, suffix):
         (np.full((2, 3, 4), np.inf), "heat is inf at step 0"),
         (np.zeros(3), "[steps, layers, experts]"),
         (np.zeros((2, 3, 4, 1)), "[2, 3, 4, 1]"),
-        (np.zeros((0, 3, 4)), "holds no steps"),
+        (np.zeros((0, 3, 4)), "has no steps"),
         (np.zeros((2, 0, 4)), "[2, 0, 4]"),
-        (np.full((2, 3, 4), "1"), "heat must be numbers"),
-        (np.full((2, 3, 4), 1j), "heat must be numbers"),
+        (np.full((2, 3, 4), "1"), "heat must be numeric"),
+        (np.full((2, 3, 4), 1j), "heat must be numeric"),
         (np.full((2, 3, 4), None), "not a valid array of plain numbers"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_bad_step_late_in_a_trace_is_named_when_it_is_read(tmp_path):
 HOSTILE = {
     "an npz of other arrays": (
         lambda p: np.savez(p, xs=HEAT_TLE),
-        "holds xs [2, 3, 4]: state the meaning with --as",
+        "holds xs [2, 3, 4]: specify its meaning with --as",
     ),
     "an empty file": (lambda p: p.write_bytes(b""), "is empty"),
     "a pickle": (lambda p: p.write_bytes(b"\x80\x04K\x01."), "could run code"),
@@ -101,7 +101,7 @@ def test_foreign_files_are_rejected(tmp_path, write, message):
 
 def test_missing_files_and_folders_are_rejected(tmp_path):
     assert "No such file" in refusal(tmp_path / "absent.npz")
-    assert "folder of an unknown format" in refusal(tmp_path)
+    assert "folder in an unknown format" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
@@ -122,10 +122,10 @@ def test_a_header_with_an_impossible_shape_is_rejected(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("read_as", "message"),
     [
-        (ReadAs(phy2log=PHY2LOG_LP[:, :5]), "does not fit heat of 3 layers x 6 slots"),
-        (ReadAs(phy2log=PHY2LOG_LP - 1), "names the experts -1 to 2"),
-        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not fit"),
-        (ReadAs(phy2log=PHY2LOG_LP, experts=3), "names the experts 0 to 3, but there are 3 experts"),
+        (ReadAs(phy2log=PHY2LOG_LP[:, :5]), "does not match heat of 3 layers x 6 slots"),
+        (ReadAs(phy2log=PHY2LOG_LP - 1), "refers to experts -1 to 2"),
+        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not match"),
+        (ReadAs(phy2log=PHY2LOG_LP, experts=3), "refers to experts 0 to 3, but there are only 3 experts"),
     ],
 )
 def test_a_map_that_does_not_fit_is_rejected(tmp_path, read_as, message):
@@ -139,9 +139,9 @@ def test_a_map_that_does_not_fit_is_rejected(tmp_path, read_as, message):
     [
         (
             {"routes": np.full((4, 1, 2), 9), "num_experts": 8},
-            "name the experts 9 to 9, but there are 8 experts",
+            "refer to experts 9 to 9, but there are only 8 experts",
         ),
-        ({"routes": np.full((4, 1, 2), -1), "num_experts": 8}, "name the experts -1 to -1"),
+        ({"routes": np.full((4, 1, 2), -1), "num_experts": 8}, "refer to experts -1 to -1"),
         ({"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3]}, "increasing integers from 0 to 4"),
         (
             {"routes": np.zeros((4, 1, 2), dtype=int), "req_ptr": [0, 3, 2, 4]},

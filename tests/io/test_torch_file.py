@@ -82,7 +82,7 @@ def test_code_in_a_pickle_is_rejected_before_it_runs(tmp_path, protocol):
     path = tmp_path / "a.pt"
     for hostile in (Trap(sprung), Evaluated(), {"logical_count": Trap(sprung)}, np.ones(3), Path("x")):
         with_program(path, pickle.dumps(hostile, protocol=protocol))
-        with pytest.raises(HeatError, match=r"asks for|has pickle protocol 4"):
+        with pytest.raises(HeatError, match=r"refers to|uses pickle protocol 4"):
             read_torch(path)
     assert not sprung.exists()
 
@@ -121,20 +121,20 @@ def test_the_helper_for_hostile_tensors_also_writes_valid_ones(tmp_path):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (tensor_program((2, 3), (3, 1)), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), offset=1), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, -1)), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), offset=-1), "not a valid file of tensors"),
+        (tensor_program((2, 3), (3, 1)), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), offset=1), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, -1)), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), offset=-1), "not a valid tensor file"),
         (tensor_program((1 << 40, 1 << 10), (0, 0)), "more than this machine's memory"),
-        (tensor_program((1 << 62, 1 << 10), (0, 0)), "not a valid file of tensors"),
-        (tensor_program((2, 2), (1,)), "not a valid file of tensors"),
-        (tensor_program((1 << 12,), (1,), count=1 << 40), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), count=-4), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), key="../../0"), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), key="7"), "not a valid file of tensors"),
-        (tensor_program((2, 2), (2, 1), kind=torch.UntypedStorage), "asks for torch.storage.UntypedStorage"),
-        (b"\x80\x02", "not a valid file of tensors"),
-        (b"\x80\x02}R.", "not a valid file of tensors"),
+        (tensor_program((1 << 62, 1 << 10), (0, 0)), "not a valid tensor file"),
+        (tensor_program((2, 2), (1,)), "not a valid tensor file"),
+        (tensor_program((1 << 12,), (1,), count=1 << 40), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), count=-4), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), key="../../0"), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), key="7"), "not a valid tensor file"),
+        (tensor_program((2, 2), (2, 1), kind=torch.UntypedStorage), "refers to torch.storage.UntypedStorage"),
+        (b"\x80\x02", "not a valid tensor file"),
+        (b"\x80\x02}R.", "not a valid tensor file"),
     ],
 )
 def test_hostile_programs_are_rejected(tmp_path, program, message):
@@ -148,12 +148,12 @@ def test_zip_files_that_are_not_torch_files_are_rejected(tmp_path):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "y")
-    with pytest.raises(HeatError, match=r"without the data\.pkl"):
+    with pytest.raises(HeatError, match=r"without a torch file's data\.pkl"):
         read_torch(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", "N.")
         archive.writestr("a/Data.pkl", "N.")
-    with pytest.raises(HeatError, match="two members of the same name"):
+    with pytest.raises(HeatError, match="two members with the same name"):
         read_torch(path)
 
 

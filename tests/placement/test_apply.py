@@ -39,10 +39,10 @@ def test_the_tables_of_one_rank_change_like_those_of_the_group() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ((1, np.zeros((4, 2), dtype=np.int32), NEW_RE), "layer 1: expert 1 is in no slot"),
+        ((1, np.zeros((4, 2), dtype=np.int32), NEW_RE), "layer 1: expert 1 has no slot"),
         ((1, NEW_RS, NEW_RE + 1), "log2phy of layer 1, rank 0: expert 0 points to slot 6"),
-        ((1, NEW_RS, NEW_RE[0]), r"log2phy of layer 1 has the shape \[4, 6\], got \[6\]"),
-        ((1, NEW_RS[:2], NEW_RE), r"layer 1: expected the shape \[4, 2\]"),
+        ((1, NEW_RS, NEW_RE[0]), r"log2phy of layer 1: expected tables of shape \[4, 6\], got \[6\]"),
+        ((1, NEW_RS[:2], NEW_RE), r"layer 1: expected a placement of shape \[4, 2\]"),
     ],
 )
 def test_an_invalid_layer_is_rejected(change: tuple, message: str) -> None:
@@ -52,5 +52,7 @@ def test_an_invalid_layer_is_rejected(change: tuple, message: str) -> None:
 
 def test_tables_of_another_width_are_rejected() -> None:
     change = 1, NEW_RS, default_log2phy(NEW_RS, 6, 2)
-    with pytest.raises(PlacementError, match=r"layer 1 has the shape \[4, 6, 3\], got \[4, 6, 2\]"):
+    with pytest.raises(
+        PlacementError, match=r"layer 1: expected tables of shape \[4, 6, 3\], got \[4, 6, 2\]"
+    ):
         apply_layers(PLACEMENT, PLACEMENT.default_log2phy(3), [change])

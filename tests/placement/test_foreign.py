@@ -60,11 +60,11 @@ def test_the_hottest_expert_fills_an_empty_slot() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ([[0, 1]], "has the shape"),
-        ([[[0.5, 1.0]]], "holds integers"),
-        ([[[0, 9]]], "rank 0 slot 1 names expert 9, not one of 0..2, or -1"),
-        ([[[0, -2]]], "names expert -2"),
-        ([[[0, 1], [-1, 1]]], "layer 0: expert 2 is in no slot"),
+        ([[0, 1]], "expected a placement of shape"),
+        ([[[0.5, 1.0]]], "expected a placement of integers"),
+        ([[[0, 9]]], "rank 0 slot 1 has expert 9; expected 0..2, or -1"),
+        ([[[0, -2]]], "has expert -2"),
+        ([[[0, 1], [-1, 1]]], "layer 0: expert 2 has no slot"),
     ],
 )
 def test_an_array_that_is_not_a_placement_is_rejected(raw: object, message: str) -> None:

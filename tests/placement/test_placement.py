@@ -60,17 +60,17 @@ def test_a_placement_is_read_only_and_copies_its_source() -> None:
     ("phy2log", "experts", "message"),
     [
         (np.zeros((2, 2), dtype=np.int32), 2, r"shape \[layers, ranks, slots\], got \[2, 2\]"),
-        (np.zeros((1, 2, 1), dtype=np.float32), 2, "holds integers, got float32"),
-        (np.array([[[0], [2**40]]]), 2, "past the range of int32"),
-        (np.array([[[0, 1], [2, 5]]]), 4, r"layer 0: rank 1 slot 1 names expert 5, not one of 0\.\.3"),
-        (np.array([[[0, 1], [0, 1]]]), 3, r"layer 0: expert 2 is in no slot \(1 such experts\)"),
-        (np.array([[[0, 0], [1, 2]]]), 3, "layer 0: expert 0 is twice on rank 0"),
+        (np.zeros((1, 2, 1), dtype=np.float32), 2, "expected a placement of integers, got float32"),
+        (np.array([[[0], [2**40]]]), 2, "outside the int32 range"),
+        (np.array([[[0, 1], [2, 5]]]), 4, r"layer 0: rank 1 slot 1 has expert 5; expected 0\.\.3"),
+        (np.array([[[0, 1], [0, 1]]]), 3, r"layer 0: expert 2 has no slot \(1 such experts\)"),
+        (np.array([[[0, 0], [1, 2]]]), 3, "layer 0: expert 0 appears twice on rank 0"),
         (
             np.array([[[0], [1]]]),
             3,
             "2 ranks x 1 slots = 2 slots cannot hold 3 experts; use at least 2 slots per rank",
         ),
-        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots per rank are more than the 2 experts"),
+        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots per rank exceed the 2 experts"),
         (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
     ],
 )
@@ -85,7 +85,9 @@ def test_a_replaced_layer_is_validated() -> None:
     changed = placement.with_layers([(1, turned_RS)])
     assert changed.digest() == Placement(changed.phy2log_LRS, 4).digest() != placement.digest()
     assert not changed.phy2log_LRS.flags.writeable
-    with pytest.raises(PlacementError, match="layer 2: expert 3 is in no slot"):
+    with pytest.raises(PlacementError, match="layer 2: expert 3 has no slot"):
         placement.with_layers([(2, np.array([[0, 1], [2, 0], [1, 2]], dtype=np.int32))])
-    with pytest.raises(PlacementError, match=r"layer 2: expected the shape \[3, 2\], got \[2, 2\]"):
+    with pytest.raises(
+        PlacementError, match=r"layer 2: expected a placement of shape \[3, 2\], got \[2, 2\]"
+    ):
         placement.with_layers([(2, turned_RS[:2])])

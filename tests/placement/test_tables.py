@@ -93,10 +93,10 @@ def test_a_wrong_entry_is_reported_with_its_rank_and_layer(width: int) -> None:
     with_entries(tables_RLE, 3)[2, 1, 5, -1] = 0
     with pytest.raises(PlacementError, match="log2phy of layer 1, rank 2: expert 5 points to slot 0"):
         PLACEMENT.check_log2phy(tables_RLE)
-    with pytest.raises(PlacementError, match=r"log2phy has the shape \[4, 3, 6\], got \[4, 6"):
+    with pytest.raises(PlacementError, match=r"expected log2phy of shape \[4, 3, 6\], got \[4, 6"):
         PLACEMENT.check_log2phy(tables_RLE[:, 0])
 
 
 def test_tables_without_entries_are_rejected() -> None:
-    with pytest.raises(PlacementError, match=r"a table has the shape \[experts, entries\]"):
+    with pytest.raises(PlacementError, match=r"expected a table of shape \[experts, entries\]"):
         check_log2phy(np.zeros((6, 0), dtype=np.int32), PLACEMENT.phy2log_LRS[0], deals=True)

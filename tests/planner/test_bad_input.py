@@ -40,7 +40,7 @@ def test_sums_beyond_the_precision_of_float64_are_rejected() -> None:
 
 
 def test_inconsistent_topologies_are_rejected() -> None:
-    with pytest.raises(TopologyError, match="nodes of 4 ranks but token groups of 3"):
+    with pytest.raises(TopologyError, match="nodes for 4 ranks but token groups for 3"):
         Topology(np.zeros(4), np.zeros(3))
     with pytest.raises(TopologyError, match="bytes_per_expert is -1"):
         Topology(np.zeros(4), np.zeros(4), bytes_per_expert=-1)

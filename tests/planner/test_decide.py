@@ -199,7 +199,7 @@ def test_a_failure_in_one_layer_leaves_the_other_layers_unaffected(
     broken = decided()
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
     reason = {
-        "placement": "is in no slot",
+        "placement": "has no slot",
         "table": "log2phy, rank 1: expert 2 points to slot -1, which does not hold it",
         "error": "ZeroDivisionError: no ranks",
     }
@@ -217,7 +217,7 @@ def test_contradictory_arguments_are_rejected() -> None:
     tables_RLE = PLACEMENT.default_log2phy()
     flat = Topology.flat(RANKS)
     defaults = PlannerSettings()
-    with pytest.raises(HeatError, match="does not fit"):
+    with pytest.raises(HeatError, match="does not match"):
         plan(WINDOW, Placement.linear(LAYERS, EXPERTS + 1, RANKS, SLOTS), tables_RLE, flat, defaults)
     with pytest.raises(PlacementError, match="shape"):
         plan(WINDOW, PLACEMENT, tables_RLE[1:], flat, defaults)
@@ -225,7 +225,7 @@ def test_contradictory_arguments_are_rejected() -> None:
     wrong_RLE[2, 1, 3] = 999
     with pytest.raises(PlacementError, match=r"layer 1, rank 2.*expert 3"):
         plan(WINDOW, PLACEMENT, wrong_RLE, flat, defaults)
-    with pytest.raises(TopologyError, match="does not fit"):
+    with pytest.raises(TopologyError, match="does not match"):
         plan(WINDOW, PLACEMENT, tables_RLE, Topology.flat(RANKS + 1), defaults)
     of_two_ranks = dataclasses.replace(WINDOW, source_RLE=np.ones((2, LAYERS, EXPERTS)))
     with pytest.raises(HeatError, match="source heat"):

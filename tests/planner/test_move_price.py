@@ -27,7 +27,7 @@ def test_the_price_is_the_time_lost_over_the_largest_gain() -> None:
     assert price.ms_per_megabyte == pytest.approx(0.2 / 25)
     assert price.price == pytest.approx((9 * price.ms_per_move + price.ms_per_switch) / (0.4 * 128))
     assert move_price(MODEL, 9, SIZE, 1280).price == pytest.approx(price.price / 10)
-    assert "(42.0 MiB at 25 GB/s), of which steps lose 20.0% (assumed)" in price.reason
+    assert "(42.0 MiB at 25 GB/s), of which 20.0% delays steps (assumed)" in price.reason
     assert "0.4 ms per layer and step (layer_ms), 128 steps served" in price.reason
 
 
@@ -57,7 +57,7 @@ def test_measured_costs_set_the_price_unless_one_is_stated() -> None:
     assert price.price == pytest.approx((9 * 100 * 0.05 + 3) / (0.4 * 128))
     assert price.kind == "measured"
     assert (
-        "100 ms per expert (measured), of which steps lose 5.0% (measured), 3 ms per switch (measured)"
+        "100 ms per expert (measured), of which 5.0% delays steps (measured), 3 ms per switch (measured)"
         in price.reason
     )
     assert move_price(PlannerSettings(move_price=0.3), 9, SIZE, 128, MEASURED).price == 0.3

@@ -59,7 +59,7 @@ def test_replay_accepts_the_same_names() -> None:
     setup = Setup(3, 16, 16)
     for name in (SWAPPED, "swapper"):
         assert Job.of(name, setup, name, PlannerSettings()).external() is swapped
-    with pytest.raises(ReplayError, match=r"unknown policy 'swopper'; choose among .*swapper"):
+    with pytest.raises(ReplayError, match=r"unknown policy 'swopper'; choose one of .*swapper"):
         Job.of("a", setup, "swopper", PlannerSettings())
 
 
@@ -76,9 +76,9 @@ def test_solve_accepts_every_built_in_policy() -> None:
         ("no.such:thing", "cannot import 'no.such'"),
         ("tests.planner.test_policies:nothing", "has no function 'nothing'"),
         (broken, "policy broken failed .RuntimeError: out of ideas"),
-        (lambda heat, placed: placed[:1], "returned no valid placement"),
-        (lambda heat, placed: placed * 0, "returned no valid placement .*is in no slot"),
-        (7, "policy is 7; give a name or a function"),
+        (lambda heat, placed: placed[:1], "returned an invalid placement"),
+        (lambda heat, placed: placed * 0, "returned an invalid placement .*has no slot"),
+        (7, "policy is 7; it must be a name or a function"),
     ],
 )
 def test_the_error_names_the_failed_policy(policy: object, message: str) -> None:

@@ -37,7 +37,7 @@ def test_no_expert_moves_below_the_knee_and_the_verdict_gives_the_reason() -> No
     decision = decided(tokens=128)
     assert decision.layers == ()
     for verdict in decision.verdicts:
-        assert "steps only wait for weight reads" in verdict.reason
+        assert "steps wait only for weight reads" in verdict.reason
         assert "(estimate for Ascend910B3)" in verdict.reason
 
 

@@ -72,8 +72,8 @@ def test_step_times_yield_a_curve_if_none_is_stated() -> None:
     ("step_times", "why"),
     [
         (UNKNOWN, "0 steps are too few"),
-        (times(0.6), "misses the steps held out|do not depend measurably"),
-        (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not depend measurably"),
+        (times(0.6), "does not fit the held-out steps|do not measurably depend"),
+        (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not measurably depend"),
     ],
 )
 def test_an_inconclusive_fit_is_rejected_and_the_fallback_named(step_times: StepTimes, why: str) -> None:

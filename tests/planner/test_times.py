@@ -130,7 +130,7 @@ def test_a_small_batch_must_save_time_on_held_out_steps() -> None:
     for change in on_the_window.layers:
         verdict = held_out_too.verdicts[change.layer]
         assert not verdict.changed
-        assert verdict.reason.endswith(" of the layer's time and its moves cost 0.000")
+        assert verdict.reason.endswith(" of the layer's time but its moves cost 0.000")
 
 
 def test_a_held_out_gain_in_time_is_a_share_of_the_current_time() -> None:

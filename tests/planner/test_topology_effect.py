@@ -137,8 +137,8 @@ def test_warm_decisions_keep_each_group_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("nodes", "groups", "why"),
     [
-        (EACH // 4, 5, "32 experts in 5 groups do not spread evenly over 2 nodes"),
-        (EACH // 3, 8, "32 experts in 8 groups do not spread evenly over 3 nodes"),
+        (EACH // 4, 5, "32 experts in 5 groups cannot be spread evenly over 2 nodes"),
+        (EACH // 3, 8, "32 experts in 8 groups cannot be spread evenly over 3 nodes"),
         (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "over 2 nodes (ranks per node: 3 to 5, slots per rank: 5)"),
         (EACH, 8, "over 8 nodes (ranks per node: 1, slots per rank: 5)"),
     ],

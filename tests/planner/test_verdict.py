@@ -50,13 +50,13 @@ def result(action: int, **facts: object) -> LayerResult:
 @pytest.mark.parametrize(
     ("before", "reason"),
     [
-        (figures(seen=1.015), "left alone: its PAR of 1.015 in episodes does not exceed the threshold 1.02"),
+        (figures(seen=1.015), "left alone: its PAR over episodes, 1.015, does not exceed the threshold 1.02"),
         (
             figures(seen=1.105),
-            "left alone: the volatility of its experts' heat explains its PAR of 1.105 in episodes",
+            "left alone: the volatility of its experts' heat explains its PAR over episodes, 1.105",
         ),
         (figures(par=math.nan, seen=1.0), "left alone: it received no tokens"),
-        (figures(max_layers=7), "waits: only the 7 worst layers change in one decision"),
+        (figures(max_layers=7), "waits: a decision changes only the 7 worst layers"),
     ],
 )
 def test_a_layer_that_is_not_selected_stays_with_a_reason(before: LayerFigures, reason: str) -> None:
@@ -77,8 +77,8 @@ def test_a_layer_stays_if_no_change_pays() -> None:
 @pytest.mark.parametrize(
     ("action", "moves", "facts", "reason"),
     [
-        (TABLES, 0, {}, "tables retuned, no weights move: 1.500 to 1.250 on this window"),
-        (LOCAL, 0, {}, "tables retuned, no weights move: 1.500 to 1.250 on this window"),
+        (TABLES, 0, {}, "tables retuned, no weights moved: 1.500 to 1.250 on this window"),
+        (LOCAL, 0, {}, "tables retuned, no weights moved: 1.500 to 1.250 on this window"),
         (
             LOCAL,
             3,

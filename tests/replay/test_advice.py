@@ -89,7 +89,7 @@ def test_more_slots_must_gain_a_tenth_of_the_possible_gain():
             4,
             4,
             None,
-            "as even as token sampling lets them",
+            "as balanced as token sampling allows",
         ),
         (np.random.default_rng(1).poisson(1.0, (250, 2, 8)), 8, 1, None, "so few tokens per layer and step"),
         (
@@ -127,7 +127,7 @@ def test_no_redundant_slots_are_recommended_if_reading_dominates():
     advice = advice_by_time(128)
     assert advice.chosen.setup.slots == 4
     assert [option.bytes_per_rank for option in advice.by_redundancy] == [slots << 20 for slots in (4, 5, 6)]
-    assert any("ms if left alone" in reason for reason in advice.reasons)
+    assert any("ms with the initial placement" in reason for reason in advice.reasons)
 
 
 def test_the_fastest_slot_count_is_recommended_if_computing_dominates():

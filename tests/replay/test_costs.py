@@ -81,7 +81,7 @@ def test_a_curve_and_a_stepwise_split_name_their_source() -> None:
     assert assumptions["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")
     assert "no fit is known" in assumptions_by_name(Costs(curve=H200))["cost_curve"].source
     costs = Costs(curve=H200, split=SplitCost.of(PlannerSettings(split="step"), 8, 64))
-    assert "assumed: an exchange of counts" in assumptions_by_name(costs)["split_overhead_us"].value
+    assert "assumed: one exchange of counts" in assumptions_by_name(costs)["split_overhead_us"].value
     assert "split_overhead_us" not in assumptions_by_name(replace(costs, curve=None))
 
 

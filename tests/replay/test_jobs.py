@@ -66,7 +66,7 @@ def test_the_error_without_ray_gives_the_installation_command(file, monkeypatch)
 
 def test_a_worker_that_is_killed_is_reported(file):
     jobs = jobs_for([f"{__name__}:dies", "none"], SETUPS[:1], PlannerSettings(), hindsight=False)
-    with pytest.raises(ReplayError, match="ended unexpectedly"):
+    with pytest.raises(ReplayError, match="exited unexpectedly"):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 

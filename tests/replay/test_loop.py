@@ -136,7 +136,7 @@ def test_a_step_time_without_a_curve_yields_an_estimated_range():
     assert (none.saved_ms, flashlb.saved_ms, flashlb.net_ms) == (None, None, None)
     share = 1 - flashlb.par / none.par
     assert costs.estimated_ms(flashlb.par, none.par) == pytest.approx((8 * share, 32 * share))
-    assert costs.estimate_text(flashlb.par, none.par).startswith("estimate: ")
+    assert costs.estimate_text(flashlb.par, none.par).startswith("estimated saving: ")
     assert Costs.of(PlannerSettings(), layers=3).estimated_ms(1.1, 1.5) is None
 
 
@@ -207,8 +207,8 @@ def test_external_policies_are_replayed():
         ("absent_module:f", "cannot import 'absent_module'"),
         (f"{__name__}:absent", "has no function 'absent'"),
         (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
-        (f"{__name__}:absurd", "returned no valid placement .*expert 1 is in no slot"),
-        (f"{__name__}:wrong_tables", "returned no valid placement .*does not hold it"),
+        (f"{__name__}:absurd", "returned an invalid placement .*expert 1 has no slot"),
+        (f"{__name__}:wrong_tables", "returned an invalid placement .*does not hold it"),
     ],
 )
 def test_policies_that_fail_are_reported_in_one_line(name, message):

@@ -44,12 +44,12 @@ def _array(**changes: object) -> tensor_pb2.PackedArray:
     ("packed", "message"),
     [
         (_array(dtype=0), "unknown data type 0"),
-        (_array(shape=[3, 2]), r"expected the shape \[2, any\], got \[3, 2\]"),
+        (_array(shape=[3, 2]), r"expected shape \[2, any\], got \[3, 2\]"),
         (_array(data=b"abcdefg"), "needs 6 bytes, got 7"),
-        (_array(shape=[2, 2**24]), f"past the limit of {MAX_MESSAGE_BYTES}"),
+        (_array(shape=[2, 2**24]), f"exceed the limit of {MAX_MESSAGE_BYTES}"),
         (
             _array(dtype=tensor_pb2.DATA_TYPE_INT64, shape=[2, 1], data=(2**40).to_bytes(8, "little") * 2),
-            "past the range",
+            "outside the int32 range",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def decode(message: agent_pb2.Plan, width: int = 1) -> RankPlan:
 def test_a_dealing_table_with_the_wrong_width_or_a_wrong_entry_is_rejected() -> None:
     message = encode(plan_for(0, width=4))
     for width in (1, 2):
-        with pytest.raises(WireError, match=r"layers\[0\].log2phy: expected the shape \[4.*\], got \[4, 4\]"):
+        with pytest.raises(WireError, match=r"layers\[0\].log2phy: expected shape \[4.*\], got \[4, 4\]"):
             decode(message, width=width)
     table_ED = plan_for(0, width=4).layers[0].log2phy_E.copy()
     table_ED[3, 2] = 0
@@ -85,8 +85,8 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
         (repeat_layer, "twice"),
         (set_field("digest", 1), "digest is 0x1"),
         (set_field("base_epoch", 6), "digest"),
-        (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 is in no slot"),
-        (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "is twice on rank 0"),
+        (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 has no slot"),
+        (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "appears twice on rank 0"),
         (edited("log2phy", [1, 1, 2, 3]), "expert 0 points to slot 1, which does not hold it"),
         (edited("sources", [[0, 1, 2], [3, 6, 5]]), "from slot 6, which is not one of the 2 x 3 slots"),
         (

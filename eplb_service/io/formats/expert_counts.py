@@ -74,7 +74,7 @@ def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayT
         phy2log = as_array(content.get("p2l_map")) if read_as.phy2log is None else read_as.phy2log
         if phy2log is None:
             raise HeatError(
-                f"{location} counts tokens by slot without a p2l_map; pass the expert in each slot with --map"
+                f"{location} counts tokens by slot but has no p2l_map; pass the expert in each slot with --map"
             )
         phy2log = read_as.map_of(load_LP[None], phy2log)
         if phy2log.size != load_LP.size or (steps and load_LP.shape != steps[0][0].shape):
@@ -86,7 +86,7 @@ def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayT
         else:
             idle += 1
     if not steps:
-        raise HeatError(f"holds no {_STATS} with tokens; set expert_load_stats_path while the model serves")
+        raise HeatError(f"has no {_STATS} with tokens; set expert_load_stats_path while the model is serving")
     experts = read_as.experts or 1 + max(int(map_LP.max()) for _, map_LP in steps)
     runs = [list(run) for _, run in itertools.groupby(steps, key=lambda step: step[1].tobytes())]
     heat_TLE = np.concatenate(
@@ -114,7 +114,7 @@ def _vllm_facts(meta: Mapping[str, Any], all_slots: int, placements: int, idle: 
         ranks = 0
     origin = "vLLM's expert load, tokens by slot"
     origin += f", {placements} successive placements" if placements > 1 else ""
-    origin += f", {idle} steps without tokens left out" if idle else ""
+    origin += f", {idle} steps left out (no tokens)" if idle else ""
     return TraceFacts(
         origin=origin,
         model=str(meta.get("model", "")),
@@ -146,14 +146,12 @@ def _trace_of_tensorrt_llm_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
             if match is None or counts_E.shape != (experts,) or counts_E.dtype.kind not in "iu":
                 raise HeatError(
                     f"{file.name}: {key[:64]} holds {counts_E.dtype} {list(counts_E.shape)}; expected names such as "
-                    f"100_3 (iteration and layer), and the counts of {experts} experts, as {_META_FILE} says"
+                    f"100_3 (iteration and layer), and counts for {experts} experts, as stated in {_META_FILE}"
                 )
             iteration_and_layer = int(match[1]), int(match[2])
             summed[iteration_and_layer] = summed.get(iteration_and_layer, 0) + counts_E.astype(np.int64)
     if not summed:
-        raise HeatError(
-            "holds no counts; run the model through the iterations of EXPERT_STATISTIC_ITER_RANGE"
-        )
+        raise HeatError("has no counts; run the model through the iterations in EXPERT_STATISTIC_ITER_RANGE")
     iterations, layers = (sorted(set(numbers)) for numbers in zip(*summed, strict=True))
     for iteration, layer in itertools.product(iterations, layers):
         if (iteration, layer) not in summed:
@@ -169,7 +167,7 @@ def _trace_of_tensorrt_llm_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
 
 
 def _read_safetensors(file: Path) -> dict[str, Array]:
-    """Return the arrays in a safetensors file by name. Raises ``HeatError``."""
+    """Return the arrays in a safetensors file, keyed by name. Raises ``HeatError``."""
     require("safetensors", "a safetensors file", "safetensors")
     from safetensors.numpy import load_file
 

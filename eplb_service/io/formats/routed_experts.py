@@ -80,7 +80,7 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
     the user provides the number of experts, it is the largest chosen expert plus one. Raises ``HeatError`` if no step
     is complete, or a record is invalid.
     """
-    read_as.refuse_unused("a router trace of Megatron", "experts")
+    read_as.refuse_unused("a Megatron router trace", "experts")
     chosen: dict[tuple[int, int], list[Array]] = defaultdict(list)
     reporters: dict[int, set[tuple[int, int]]] = defaultdict(set)
     has_prediction = False
@@ -97,18 +97,18 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
     steps = [step for step in sorted(reporters) if reporters[step] == all_reporters]
     choices = [chosen_KC for arrays in chosen.values() for chosen_KC in arrays if chosen_KC.size]
     if not steps or not choices:
-        raise HeatError("holds no step that all ranks recorded in all layers")
+        raise HeatError("has no step that all ranks recorded in all layers")
     chosen_experts = 1 + max(int(chosen_KC.max()) for chosen_KC in choices)
     experts = read_as.experts or chosen_experts
     if chosen_experts > experts:
-        raise HeatError(f"names expert {chosen_experts - 1}, but there are {experts} experts")
+        raise HeatError(f"refers to expert {chosen_experts - 1}, but there are only {experts} experts")
     layers = sorted({layer for _, layer in all_reporters})
     ranks = len({rank for rank, _ in all_reporters})
-    origin = f"Megatron's router trace of {ranks} rank{'s' if ranks > 1 else ''}"
+    origin = f"Megatron router trace of {ranks} rank{'s' if ranks > 1 else ''}"
     incomplete = len(reporters) - len(steps)
     origin += f", {incomplete} incomplete steps left out" if incomplete else ""
     origin += ", without multi-token prediction" if has_prediction else ""
-    origin += "" if read_as.experts else f", {experts} experts according to the largest that was chosen"
+    origin += "" if read_as.experts else f", {experts} experts, inferred from the highest expert id"
     facts = TraceFacts(origin, top_k=choices[0].shape[1], layer_numbers=numbered(layers))
     tokens_T = np.array([sum(map(len, chosen[step, layers[0]])) for step in steps], dtype=np.int64)
     heat_TLE = _heat_of_choices(chosen, steps, layers, experts)
@@ -123,7 +123,7 @@ def _heat_of_choices(
     Parameters
     ----------
     chosen
-        Chosen experts of each rank and microbatch, ``[tokens, choices]``, by step and layer.
+        Chosen experts of each rank and microbatch, ``[tokens, choices]``, keyed by step and layer.
     steps
         Steps to count.
     layers
@@ -153,7 +153,9 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
 
     Raises ``HeatError`` naming the first response that is damaged, or the option that the user must set.
     """
-    read_as.refuse_unused("responses with experts of each token", "experts", "batch", "top_k", makes="routes")
+    read_as.refuse_unused(
+        "a file of responses with each token's experts", "experts", "batch", "top_k", makes="routes"
+    )
     requests: list[Array] = []
     prompts = "included"
     for location, content in records:
@@ -166,23 +168,23 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
             same_shape = not requests or chosen_KLC.shape[1:] == requests[0].shape[1:]
             if not same_shape or not 0 <= generated <= len(chosen_KLC):
                 raise HeatError(
-                    f"{location} has {list(chosen_KLC.shape)} rows, layers and choices: the layers and choices differ "
-                    "from the other responses, or it has fewer rows than tokens"
+                    f"{location} has {list(chosen_KLC.shape)} rows, layers and choices: the layers or choices differ "
+                    "from those of the other responses, or there are fewer rows than tokens"
                 )
             if generated < len(chosen_KLC) or "prompt_routed_experts" in content:
                 prompts = "left out"
             requests.append(chosen_KLC[len(chosen_KLC) - generated :])
     if not sum(map(len, requests)):
         raise HeatError(
-            "holds no generated token with experts; the last token of a response is never fed to the model"
+            "has no generated token with experts; the last token of a response is never fed to the model"
         )
     chosen_KLC = np.concatenate(requests).astype(np.int64)
     moe = moe_layers(chosen_KLC)
     if not moe:
-        raise HeatError("holds no experts, because every layer looks like a dense one")
+        raise HeatError("has no experts, because every layer looks like a dense one")
     _check_distinct(chosen_KLC[:, moe])
     dense = chosen_KLC.shape[1] - len(moe)
-    origin = f"experts of each token in an engine's responses, prompts {prompts}"
+    origin = f"each token's experts in an engine's responses, prompts {prompts}"
     return trace_of_routes(
         chosen_KLC[:, moe],
         np.cumsum([0, *map(len, requests)]),
@@ -245,15 +247,15 @@ def _shaped(numbers: Array, tokens: int | None, top_k: int | None) -> Array:
     rows = (tokens or 0) - 1
     if rows < 1 or numbers.size % rows:
         raise HeatError(
-            f"{_FIELD} has {numbers.size} numbers without a shape, which do not fit {tokens} tokens (prompt_tokens and "
-            "completion_tokens), the last of them without experts; request the experts from the start of the sequence "
-            "(routed_experts_start_len 0)"
+            f"{_FIELD} has {numbers.size} numbers and no shape, which does not match {tokens} tokens (prompt_tokens "
+            "plus completion_tokens; the last token has no experts); request the experts from the start of the "
+            "sequence (routed_experts_start_len 0)"
         )
     row_size = numbers.size // rows
     if top_k is None or row_size % top_k:
         raise HeatError(
-            f"{_FIELD} has {row_size} numbers per token without a shape: state the experts that a token chooses in "
-            f"each layer with --top-k, which must divide {row_size}"
+            f"{_FIELD} has {row_size} numbers per token and no shape; set --top-k to the number of experts that each "
+            f"token chooses in a layer, a divisor of {row_size}"
         )
     return numbers.reshape(rows, row_size // top_k, top_k)
 

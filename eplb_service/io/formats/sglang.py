@@ -73,14 +73,14 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     HeatError
         If the dumps are inconsistent or come from different runs.
     """
-    read_as.refuse_unused("records of SGLang's recorder", "phy2log", "experts")
+    read_as.refuse_unused("a dump of SGLang's recorder", "phy2log", "experts")
     phy2log = read_as.phy2log
     passes: defaultdict[int, _Pass] = defaultdict(_Pass)
     for name, dump in dumps:
         map_of_dump = None if read_as.phy2log is not None else as_array(dump.get(_MAP))
         if phy2log is not None and map_of_dump is not None and not np.array_equal(phy2log, map_of_dump):
             raise HeatError(
-                f"{name}: its {_MAP} differs from the other files; these are not dumps of one run"
+                f"{name}: its {_MAP} differs from that of the other files; the dumps are not from the same run"
             )
         phy2log = phy2log if map_of_dump is None else map_of_dump
         for position, record in enumerate(dump["records"]):
@@ -95,9 +95,9 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
         passes[number] for number in sorted(passes) if {rank for rank, _ in passes[number].counts} == ranks
     ]
     if not complete:
-        raise HeatError(f"holds no forward pass that all {len(ranks)} ranks recorded")
+        raise HeatError(f"has no forward pass that all {len(ranks)} ranks recorded")
     if phy2log is None:
-        raise HeatError(f"holds tokens by slot without {_MAP}; pass the expert in each slot with --map")
+        raise HeatError(f"has tokens by slot but no {_MAP}; pass the expert in each slot with --map")
     counts_TLP = np.stack(
         [sum(forward.counts.values(), start=np.zeros((), dtype=np.int64)) for forward in complete]
     )
@@ -125,7 +125,7 @@ def _add(
     Parameters
     ----------
     passes
-        Forward passes by number.
+        Forward passes, keyed by number.
     record
         Record in a dump.
     position
@@ -143,7 +143,7 @@ def _add(
     recorder = rank, str(record.get("gatherer_key", ""))
     if recorder in passes[number].counts:
         raise HeatError(
-            f"{location}: rank {rank} has recorded forward pass {number} twice; the files may be from different runs"
+            f"{location}: rank {rank} recorded forward pass {number} twice; the files may be from different runs"
         )
     passes[number].counts[recorder] = _counts(record, location, phy2log)
     passes[number].tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
@@ -189,7 +189,7 @@ def trace_of_ring_buffer(counts_TLE: Array, origin: str, read_as: ReadAs) -> Arr
     read_as.refuse_unused("a dump of SGLang's recorder", "experts")
     checked = ArrayTrace(counts_TLE).heat(0, len(counts_TLE))
     full = checked.any(axis=(1, 2)).all() and len(checked) > 1
-    origin += ", ring buffer full: the oldest step may be in the middle" if full else ""
+    origin += ", ring buffer full: the oldest step may not come first" if full else ""
     busy, moe, facts = _busy_steps_and_layers(checked, f"SGLang recorder ({origin})")
     return ArrayTrace(checked[np.ix_(busy, moe)], facts)
 
@@ -200,9 +200,9 @@ def _busy_steps_and_layers(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, 
     busy = np.flatnonzero(tokens_TL.any(axis=1))
     moe = np.flatnonzero(tokens_TL.any(axis=0))
     if not busy.size:
-        raise HeatError("holds no forward pass, because all counts are zero; record while the model serves")
+        raise HeatError("has no forward pass, because all counts are zero; record while the model is serving")
     empty = len(heat_TLE) - busy.size
     dense = heat_TLE.shape[1] - moe.size
-    origin += f", {empty} rows without tokens left out" if empty else ""
+    origin += f", {empty} rows left out (no tokens)" if empty else ""
     origin += f", {dense} dense layers left out" if dense else ""
     return busy, moe, TraceFacts(origin, layer_numbers=tuple(moe.tolist()) if dense else ())

@@ -26,7 +26,7 @@ PARQUET_MAGIC = b"PAR1"
 _ROW_BYTES = 96
 """Memory needed to read one row, in bytes: its columns exist separately and then combined, at 64 bits each."""
 _HEADER_BYTES = 1 << 16
-_NOT_CSV = "is neither a CSV of plain numbers nor a file of another known format"
+_NOT_CSV = "is neither a CSV of plain numbers nor a file in another known format"
 _NO_ROWS = "has a header but no rows"
 _EXPERT_COLUMN = re.compile(r"(?:expert|e)?[ _-]?(\d{1,6})", re.IGNORECASE)
 
@@ -43,7 +43,7 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)
     if head.startswith(PARQUET_MAGIC):
-        return _trace_of_rows(_parquet_rows(path, packed), "parquet, one row per count", packed, read_as)
+        return _trace_of_rows(_parquet_rows(path, packed), "Parquet, one row per count", packed, read_as)
     header = _csv_header(head)
     rows = _csv_rows(path, header)
     if set(COLUMNS) <= set(header):
@@ -61,11 +61,11 @@ def read_table_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
 
 def require_parquet() -> None:
     """Raise ``HeatError`` if pyarrow is missing. The message does not name the path."""
-    require("pyarrow", "a parquet file", "tables")
+    require("pyarrow", "a Parquet file", "tables")
 
 
 def _parquet_rows(path: Path, packed: int) -> Float64:
-    """Read ``COLUMNS`` of a parquet file, float64 ``[rows, 4]``."""
+    """Read ``COLUMNS`` of a Parquet file, float64 ``[rows, 4]``."""
     require_parquet()
     from pyarrow import ArrowException, parquet
 
@@ -79,7 +79,7 @@ def _parquet_rows(path: Path, packed: int) -> Float64:
         if isinstance(error, HeatError):
             raise
         raise HeatError(
-            f"is not parquet with the columns {', '.join(COLUMNS)} ({one_line(error)})"
+            f"is not a Parquet file with the columns {', '.join(COLUMNS)} ({one_line(error)})"
         ) from error
 
 
@@ -89,7 +89,7 @@ def _check_numbers(schema: Any) -> None:
 
     for field in schema:
         if field.name in COLUMNS and not (types.is_integer(field.type) or types.is_floating(field.type)):
-            raise HeatError(f"has the column {field.name} of type {field.type}; expected numbers")
+            raise HeatError(f"has column {field.name} of type {field.type}; expected numbers")
 
 
 def _csv_header(head: bytes) -> list[str]:
@@ -149,7 +149,7 @@ def _expert_columns(header: list[str]) -> list[int]:
     column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
     if not all(matches) or sorted(column_of) != list(range(len(header))):
         raise HeatError(
-            f"has the header {','.join(header)[:80]!r}; expected {','.join(COLUMNS)} for one row per count, or "
+            f"has header {','.join(header)[:80]!r}; expected {','.join(COLUMNS)} for one row per count, or "
             "expert_0,expert_1,... for one row of weights per layer"
         )
     return [column_of[expert] for expert in range(len(header))]
@@ -194,9 +194,9 @@ def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> 
     layers, row_K = np.unique(layer_K, return_inverse=True)
     experts = int(expert_K.max()) + 1
     if read_as.experts is None:
-        origin += f", {experts} experts according to the largest in the table"
+        origin += f", {experts} experts, inferred from the highest expert id"
     elif experts > read_as.experts:
-        raise HeatError(f"names expert {experts - 1}, but --experts is {read_as.experts}")
+        raise HeatError(f"refers to expert {experts - 1}, but --experts is {read_as.experts}")
     shape = (int(step_K.max()) + 1, len(layers), read_as.experts or experts)
     check_fits_memory(shape[0] * shape[1] * shape[2] * 8, packed)
     heat_TLE = np.zeros(shape)
@@ -260,7 +260,7 @@ class _CsvWriter:
 
 
 class _ParquetWriter:
-    """Writer that appends batches of rows as row groups of a parquet file."""
+    """Writer that appends batches of rows as row groups of a Parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

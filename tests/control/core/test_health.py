@@ -192,7 +192,7 @@ def test_a_problem_names_the_ranks_with_a_different_agent_release(story: Story) 
     members = {**group.members, 1: replace(group.members[1], agent_version="0.9")}
     story.deployment.group = replace(group, members=members)
     (problem,) = problems(story.deployment)
-    assert problem.startswith("the ranks run different releases of the agent (")
+    assert problem.startswith("the ranks run different agent releases (")
     assert "0.9 on ranks 1" in problem
     story.deployment.group = replace(group, members={**members, 1: replace(members[1], connected=False)})
     assert not any("releases" in problem for problem in problems(story.deployment))

@@ -71,7 +71,7 @@ async def rejection_of(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode,
     ("spoil", "code", "message"),
     [
         (spoil_field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
-        (spoil_shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
+        (spoil_shape("layers", 600), INVALID, "hello.shape.layers is 600; expected 1 to 512"),
         (make_huge, INVALID, "are too large"),
         (spoil_shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
         (lambda hello: hello.CopyFrom(hello_of(CONFLICTING, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
@@ -158,7 +158,7 @@ async def test_a_first_message_other_than_hello_and_malformed_heat_are_rejected(
     report.slot_counts.CopyFrom(pack(np.full((2, LAYERS, SLOTS), -1)))
     code, text = await rejection_of(rank, heat_report=report)
     assert code == INVALID
-    assert "heat_report.slot_counts: counts are -1" in text
+    assert "heat_report.slot_counts: counts range from -1" in text
 
 
 async def test_operators_get_the_reason_for_a_rejected_call(

@@ -73,7 +73,7 @@ def test_invalid_statistics_are_rejected(tmp_path: Path) -> None:
     (folder / "rank2.safetensors").write_bytes(safetensors({"100_0": np.ones(5)}))
     with pytest.raises(
         HeatError,
-        match=r"rank2.safetensors: 100_0 holds int64 \[5\]; expected names such as 100_3 .* the counts of 4 experts",
+        match=r"rank2.safetensors: 100_0 holds int64 \[5\]; expected names such as 100_3 .* counts for 4 experts",
     ):
         open_trace(folder)
     (folder / "rank2.safetensors").write_bytes(safetensors({"layer": np.ones(4)}))
@@ -83,7 +83,7 @@ def test_invalid_statistics_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="iteration 105 has no layer 1, unlike other iterations"):
         open_trace(folder)
     (folder / "meta_info.json").write_text("{}")
-    with pytest.raises(HeatError, match="the counts of None experts"):
+    with pytest.raises(HeatError, match="counts for None experts"):
         open_trace(folder)
 
 
@@ -155,14 +155,14 @@ def test_parquet_files_without_heat_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "heat.parquet"
     parquet.write_table(pyarrow.table({"step": [1]}), path)
     with pytest.raises(
-        HeatError, match=r"is not parquet with the columns step, layer, expert, tokens.*layer"
+        HeatError, match=r"is not a Parquet file with the columns step, layer, expert, tokens.*layer"
     ):
         open_trace(path)
     parquet.write_table(pyarrow.table({"step": [10], "layer": [0.5], "expert": [0], "tokens": [7]}), path)
     with pytest.raises(HeatError, match=r"row 1 holds .* expected step, layer, expert, tokens as numbers"):
         open_trace(path)
     path.write_bytes(b"PAR1" + bytes(100))
-    with pytest.raises(HeatError, match="is not parquet"):
+    with pytest.raises(HeatError, match="is not a Parquet file"):
         open_trace(path)
 
 
@@ -177,7 +177,7 @@ def test_parquet_without_pyarrow_is_rejected_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        OutputError, match=r"heat.parquet: is a parquet file, which needs pyarrow; .*\(import of"
+        OutputError, match=r"heat.parquet: is a Parquet file, which needs pyarrow; .*\(import of"
     ):
         check_trace_output(tmp_path / "heat.parquet")
     check_trace_output(tmp_path / "heat.npz")

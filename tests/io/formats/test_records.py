@@ -62,7 +62,7 @@ def test_vllm_load_without_a_map_asks_for_one(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, load_LP, None)])
     with pytest.raises(
-        HeatError, match=r"line 2 counts tokens by slot without a p2l_map; pass .* with --map"
+        HeatError, match=r"line 2 counts tokens by slot but has no p2l_map; pass .* with --map"
     ):
         open_trace(path)
     heat = read_heat(path, ReadAs(phy2log=PHY2LOG_LP))
@@ -77,20 +77,20 @@ def test_vllm_load_of_one_record_or_with_idle_steps_is_read(tmp_path: Path) -> N
     beside = {"record_type": "bench_run_start", "label": "warm-up"}
     trace = open_trace(write_lines(path, [beside, META, idle, stats(3, load_LP), idle]))
     assert trace.steps == 1
-    assert "2 steps without tokens left out" in trace.facts.origin
+    assert "2 steps left out (no tokens)" in trace.facts.origin
 
 
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([META, META], "holds no eplb_load_stats with tokens"),
+        ([META, META], "has no eplb_load_stats with tokens"),
         ([META, stats(1, np.ones((2, 5), int))], r"line 2 has \[2, 5\] layers and slots, unlike its map"),
         ([META, stats(1, np.ones(6))], r"line 2 holds float64 \[6\] as expert_load; expected integers"),
         (
             [stats(1, np.ones((2, 6), int)), stats(2, np.ones((1, 6), int), PHY2LOG_LP[:1])],
             r"line 2 has \[1, 6\] layers and slots, unlike its map or an earlier record",
         ),
-        ([META, stats(1, np.ones((2, 6), int), -PHY2LOG_LP)], "the map names the experts -3 to 0"),
+        ([META, stats(1, np.ones((2, 6), int), -PHY2LOG_LP)], "the map refers to experts -3 to 0"),
         (
             [{"record_type": "other"}, {}],
             "line 1 is not a record of a known kind; its fields are record_type",
@@ -157,13 +157,13 @@ def test_megatron_ranks_and_microbatches_are_summed(
     assert trace.facts.layer_numbers == (1, 3)
     assert trace.facts.top_k == 2
     assert trace.tokens(0, 1) == [20]
-    assert trace.facts.origin == "Megatron's router trace of 2 ranks, without multi-token prediction"
+    assert trace.facts.origin == "Megatron router trace of 2 ranks, without multi-token prediction"
 
 
 def test_the_file_of_one_megatron_rank_is_rejected(tmp_path: Path) -> None:
     megatron_folder(tmp_path / "trace", 0)
     alone = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    with pytest.raises(HeatError, match="has only the tokens of rank 0"):
+    with pytest.raises(HeatError, match="has only rank 0's tokens"):
         open_trace(alone)
     alone.rename(tmp_path / "elsewhere.jsonl")
     assert open_trace(tmp_path / "elsewhere.jsonl").steps == 3
@@ -177,13 +177,13 @@ def test_a_step_with_a_missing_layer_is_skipped(tmp_path: Path) -> None:
     trace = open_trace(write_lines(tmp_path / "a.jsonl", records[:-1]))
     assert trace.steps == 2
     assert "1 incomplete steps left out" in trace.facts.origin
-    with pytest.raises(HeatError, match="names expert 3, but there are 3"):
+    with pytest.raises(HeatError, match="refers to expert 3, but there are only 3"):
         open_trace(tmp_path / "a.jsonl", ReadAs(experts=3))
     write_lines(tmp_path / "a.jsonl", [routed(0, 0, 0, chosen_KC), routed(0, 0, 0, chosen_KC - 1)])
     with pytest.raises(HeatError, match="line 2 holds top_indices from -1"):
         open_trace(tmp_path / "a.jsonl")
     write_lines(tmp_path / "a.jsonl", [{**routed(0, 0, 0, chosen_KC), "rank": None}] * 2)
-    with pytest.raises(HeatError, match="line 1 has the rank None"):
+    with pytest.raises(HeatError, match="line 1 has rank None"):
         open_trace(tmp_path / "a.jsonl")
 
 
@@ -235,9 +235,9 @@ def test_responses_are_decoded_in_parallel_without_their_prompts(tmp_path: Path)
 
 def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
-    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* with --top-k"):
+    with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* --top-k"):
         open_trace(path, ReadAs(batch=2))
-    with pytest.raises(HeatError, match="with --top-k, which must divide 12"):
+    with pytest.raises(HeatError, match=r"set --top-k to .*, a divisor of 12"):
         open_trace(path, ReadAs(batch=2, top_k=5))
     with pytest.raises(HeatError, match="twice, so 12 choices per layer is probably wrong"):
         open_trace(path, ReadAs(batch=2, top_k=12))
@@ -246,7 +246,7 @@ def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="request the experts from the start of the sequence"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
     del response["meta_info"]["prompt_tokens"]
-    with pytest.raises(HeatError, match="do not fit None tokens"):
+    with pytest.raises(HeatError, match="does not match None tokens"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
 
 
@@ -287,7 +287,7 @@ def test_invalid_responses_are_rejected(tmp_path: Path, value: object, message: 
 
 def test_responses_without_generated_tokens_are_rejected(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [vllm_response(routes_of(0, 5), 5)] * 2)
-    with pytest.raises(HeatError, match="holds no generated token"):
+    with pytest.raises(HeatError, match="has no generated token"):
         open_trace(path)
     response = vllm_response(routes_of(0, 5), 5)
     response["usage"]["completion_tokens"] = 9
