@@ -50,7 +50,7 @@ def main() -> int:
             found += cells(heat, options.ranks, curve)
     counts: list[Named] = []
     if "slots" in options.parts:
-        for heat in track(heats(*drawn, LOOP_STEPS), "numbers of slots", total, console=console):
+        for heat in track(heats(*drawn, LOOP_STEPS), "slot counts", total, console=console):
             counts += named(heat, options.ranks, curve)
     console.print(f"{curve} ({curve.source})", markup=False)
     judged: list[Target] = []
@@ -81,8 +81,8 @@ def _cell_table(found: Sequence[Cell]) -> Table:
         gain = np.mean([1 - cell.timed_next / cell.balanced_next for cell in selected])
         name = f"EP{key[0]}, {key[1]} tokens, +{key[2]}"
         rows.append([name, *(f"{us:.1f}" for us in times), f"{gain:+.1%}"])
-    columns = ["cell, mean over heats", "left alone, us", "tokens balanced", "time lowered"]
-    return Table("slowest rank on the next window", [*columns, "gain over balanced"], rows)
+    columns = ["cell, mean over heats", "unbalanced, us", "planned for tokens", "planned for time"]
+    return Table("slowest rank on the next window", [*columns, "gain of planning for time"], rows)
 
 
 def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
@@ -90,9 +90,9 @@ def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
     above = [cell for cell in found if cell.timed > cell.better * (1 + 1e-6)]
     gain = np.mean([1 - cell.timed / cell.balanced for cell in found])
     yield Target(
-        "cells above the better of off and balanced, on the window",
+        "cells slower than the better of no balancing and planning for tokens, on the window",
         "0",
-        f"{len(above)} of {len(found)}; mean gain over balanced {gain:.1%}",
+        f"{len(above)} of {len(found)}; mean gain over planning for tokens {gain:.1%}",
         not above,
     )
     later = compared(found)
@@ -108,7 +108,7 @@ def _of_cells(found: Sequence[Cell]) -> Iterator[Target]:
 
 
 def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
-    """Yield the target of the recommended numbers of slots; the figure names each wrong recommendation."""
+    """Yield the target of the recommended slot counts; the figure names each wrong recommendation."""
     wrong = [count for count in counts if not count.is_right(len(counts))]
     names = "".join(
         f"; {count.heat} EP{count.ranks} {count.tokens} tokens, seed {count.seed}: "
@@ -116,7 +116,7 @@ def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
         for count in wrong
     )
     yield Target(
-        f"recommended slots that are slower on later windows by more than {NEAR:.0%}, significant at {_SURE}",
+        f"recommended slot counts that are more than {NEAR:.0%} slower on later windows, significant at {_SURE}",
         "0",
         f"{len(wrong)} of {len(counts)}{names}",
         not wrong,
@@ -126,7 +126,7 @@ def _of_slots(counts: Sequence[Named]) -> Iterator[Target]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time", description=__doc__)
     add = parser.add_argument
-    add("--curve", help="cost curve, FILE or FILE:PHASE (default: the H200 curve of docs/research/time.md)")
+    add("--curve", help="cost curve, FILE or FILE:PHASE (default: the H200 curve in docs/research/time.md)")
     add(
         "--routes",
         type=Path,

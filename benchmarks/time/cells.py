@@ -1,4 +1,4 @@
-"""Cells of the benchmark: each heat on each number of ranks and slots, under three placements.
+"""Cells of the benchmark: each heat with each rank count and slot count, under three placements.
 
 The placements are: experts in order, balanced for tokens, and planned for time.
 """
@@ -19,7 +19,7 @@ from eplb_core.solver.window import standard_error
 from eplb_service.offline import solve
 
 MORE_SLOTS = (0, 1, 2)
-"""Slots per rank in addition to the minimum that holds all experts."""
+"""Slots per rank in addition to the minimum for all experts."""
 
 
 @dataclass(frozen=True)

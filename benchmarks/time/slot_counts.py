@@ -1,4 +1,4 @@
-"""Recommended number of slots for each heat and number of ranks, checked on later windows.
+"""Recommended slot count for each heat and rank count, checked on later windows.
 
 As in ``eplb advise``, a placement is decided in every window for each number of slots, starting from the previous
 placement. The first half of the measured windows determines the recommendation, and the second half checks it.
@@ -32,7 +32,7 @@ STEPS = WINDOW * (1 + NAMING + JUDGING)
 
 @dataclass(frozen=True)
 class Named:
-    """Number of slots that ``eplb advise`` would recommend, and the times of all numbers of slots on later windows.
+    """Slot count that ``eplb advise`` would recommend, and the times of all slot counts on later windows.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Named:
 
 
 def named(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Named]:
-    """Yield the recommendation for each number of ranks up to the number of experts; ``heat`` has ``STEPS`` steps."""
+    """Yield the recommendation for each rank count up to the number of experts; ``heat`` has ``STEPS`` steps."""
     experts = heat.heat_TLE.shape[2]
     for count in ranks:
         fewest = -(-experts // count)

@@ -35,7 +35,7 @@ def test_the_newest_release_has_moved_nothing(package):
 def test_a_release_in_which_a_hook_is_elsewhere_is_named_by_it():
     found = moved(source_of("vllm", "0.18.0"), KNOWN["vllm"]["0.33"])
     target = "vllm.distributed.eplb.eplb_state:EplbLayerState.set_layer_state"
-    assert found[target] != "has another body"
+    assert found[target] != "has a different body"
 
 
 def test_the_list_of_models_is_that_of_the_sources():
