@@ -154,7 +154,7 @@ class Decisions:
         pace = _corrected_pace(self.pace, outlook)
         if outlook.too_recent:
             return replace(self, pace=pace.charged(outlook.cost))
-        # The decision does not answer an alarm that was raised after it began.
+        # The decision does not account for an alarm that was raised after it began.
         answered = self.answered if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(outlook.cost)
         decisions = replace(
@@ -182,7 +182,7 @@ class Decisions:
             # All layers of the plan have switched, so PAR is now measured instead of predicted.
             pace = self.pace.serving(self.promise)
             return replace(self, pace=pace, promise=None, planned=None, replaced_at=self.pace.seen)
-        # No decision has evaluated the resulting mix of old and new layers, so nothing is expected until the next
+        # No decision has evaluated the resulting mix of old and new layers, so nothing is promised until the next
         # decision.
         pace = replace(self.pace, expected=None)
         forecasts = replace(self.forecasts, gain=None)

@@ -390,4 +390,4 @@ def _shape_difference(shape: Shape, group_shape: Shape) -> str:
         for name, value in vars(shape).items()
         if value != getattr(group_shape, name)
     ]
-    return f"has a different shape than the other ranks: {', '.join(differences)}"
+    return f"differs in shape from the other ranks: {', '.join(differences)}"

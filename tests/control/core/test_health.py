@@ -219,7 +219,7 @@ def test_a_problem_names_a_rank_with_late_heat_and_the_decision_that_it_delays(r
     )
     assert not story.deployment.is_due(136)
     story.waits(31)
-    assert problems(story.deployment) == [], "a rank is late only while the group makes steps"
+    assert problems(story.deployment) == [], "a rank is late only while the group runs steps"
     story.reports_heat(16 * reports, 480, ranks=range(RANKS - 1, RANKS))
     story.reports_heat(16 * (30 + reports), 16)
     story.waits(1)
@@ -242,7 +242,7 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
             story.deployment.heartbeat(rank, Heartbeat(step=step, digest=story.live.digest))
         story.deployment.tick(now)
         return any(
-            f"no decision for {now:.0f} s, in which" in problem for problem in problems(story.deployment)
+            f"no decision for {now:.0f} s, during which" in problem for problem in problems(story.deployment)
         )
 
     assert [

@@ -254,7 +254,7 @@ class Decider:
             deployment.record_move_price(solved.price)
         if prior is not None:
             outcome = await self._offer(deployment, group, solved, None)
-            return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
+            return replace(outcome, message=f"{outcome.message}, based on the heat of {prior[1]}")
         outcome = await self._offer(deployment, group, solved, outlook)
         if deployment.decisions.to_appraise:
             if deployment.name in self._appraising:
@@ -311,7 +311,7 @@ class Decider:
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(self, deployment: Deployment, group: Group, inputs: DecisionInputs) -> None:
-        """Estimate the time price once the plan has been sent, which is more urgent because the ranks wait for it."""
+        """Estimate the time price after the plan has been sent, because the ranks are waiting for the plan."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:

@@ -131,7 +131,7 @@ class KnownDeployments:
         if not candidates:
             raise ExhaustedError(
                 f"the service already has {len(self.by_name)} deployments, its maximum; "
-                "remove those that will not come back: `eplb forget NAME`"
+                "remove deployments that will not return: `eplb forget NAME`"
             )
         return candidates[0].name
 
