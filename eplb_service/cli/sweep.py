@@ -235,7 +235,7 @@ def _print(
         by_trace.setdefault(row["trace"], []).append(row)
         by_label.setdefault(row["label"], []).append(row)
     stopped = "; stopped early, unfinished replays omitted" if interrupted else ""
-    console.print(f"traces {len(by_trace)}, choices {len(by_label)}{stopped}")
+    console.print(f"{len(by_trace)} traces, {len(by_label)} choices{stopped}")
     for trace, trace_rows in by_trace.items():
         console.print(figures_table(trace_rows, str(trace)), soft_wrap=False)
     if len(by_trace) > 1:

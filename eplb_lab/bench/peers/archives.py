@@ -181,7 +181,7 @@ def _read(address: str, seconds: float) -> bytes:
         while chunk := response.read1(_CHUNK):
             data += chunk
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{address} took more than {seconds:g} s")
+                raise TimeoutError(f"downloading {address} took more than {seconds:g} s")
     return bytes(data)
 
 

@@ -378,8 +378,8 @@ def _check_rejoining(hello: Hello, live: DeployedLayout) -> None:
 def _version_difference(hello: Hello, epoch: int, digest: int) -> str:
     """Return the error message for a rank whose version differs from the other ranks' version."""
     return (
-        f"rank {hello.rank} serves epoch {hello.epoch} digest {hello.digest:#x}, "
-        f"but the other ranks serve epoch {epoch} digest {digest:#x}"
+        f"rank {hello.rank} serves epoch {hello.epoch} (digest {hello.digest:#x}), "
+        f"but the other ranks serve epoch {epoch} (digest {digest:#x})"
     )
 
 

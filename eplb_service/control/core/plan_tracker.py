@@ -246,8 +246,8 @@ class PlanTracker:
         epoch, digest = self.versions[index]
         if (status.epoch, status.digest) != (epoch, digest):
             raise ConflictError(
-                f"rank {rank} committed layer {status.layer} as epoch {status.epoch} digest {status.digest:#x}, "
-                f"but the plan requires epoch {epoch} digest {digest:#x}"
+                f"rank {rank} committed layer {status.layer} as epoch {status.epoch} (digest {status.digest:#x}), "
+                f"but the plan requires epoch {epoch} (digest {digest:#x})"
             )
         return index + 1
 

@@ -146,7 +146,9 @@ class ServiceSettings(_PlannerFields):
     auth_token: SecretStr | None = Field(
         None, description="shared token that every call must send as 'authorization: Bearer TOKEN'"
     )
-    tls_cert: Path | None = Field(None, description="PEM certificate chain; set with tls_key to serve TLS")
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate chain; set it together with tls_key to serve TLS"
+    )
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
     tls_client_ca: Path | None = Field(
         None,

@@ -302,7 +302,7 @@ def test_a_status_of_an_unknown_plan_or_layer_changes_nothing(story: Story) -> N
     assert story.new_events() == []
     assert version(story) == (0, story.live.digest)
     foreign, unknown = problems(story.deployment)
-    assert "rank 3 committed layer 0 as epoch 1 digest 0x7" in foreign
+    assert "rank 3 committed layer 0 as epoch 1 (digest 0x7)" in foreign
     assert unknown == "rank 3 committed layer 2, which is not in its plan"
     assert offer.versions[0] != (1, 7)
 
