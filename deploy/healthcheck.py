@@ -1,6 +1,6 @@
-"""The image's health check: ask the service beside it, over plain gRPC, and leave with 0 where it serves, else 1.
+"""The image's health check: query the service in the container over plain gRPC; exit with 0 if it serves, otherwise 1.
 
-It asks at EPLB_HEALTH, which answers health checks alone, or at EPLB_LISTEN where that is not set.
+The address is EPLB_HEALTH, which serves only health checks, or EPLB_LISTEN if EPLB_HEALTH is not set.
 """
 
 import os
@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 3
 
 
 def serves(address: str) -> bool:
-    """Whether the service at ``host:port`` answers SERVING."""
+    """Return True if the service at ``host:port`` responds with SERVING."""
     with grpc.insecure_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# An authority, the service's certificate, one token per role, and a password for Grafana, for a trial or a small site:
+# Create a CA, the service's certificate, one token per role, and a Grafana password, for a trial or a small site:
 #   deploy/make-credentials.sh FOLDER HOST...
-# HOST are the names by which agents and operators reach the service. What exists in FOLDER is kept, so that a second run
-# renews nothing; remove a file to have it made again. Larger sites bring their own authority and credentials.
+# Each HOST is a name at which agents and operators reach the service. Existing files in FOLDER are kept, so a second run
+# renews nothing; remove a file to create it again. Larger sites use their own CA and credentials.
 set -euo pipefail
 folder=${1:?usage: make-credentials.sh FOLDER HOST...}
 shift
@@ -33,5 +33,5 @@ fi
 if [ ! -e grafana.password ]; then
     openssl rand -hex 16 | tr -d '\n' >grafana.password
 fi
-# The folder is the owner's alone; a container's user reads the files that are mounted into it one by one.
+# Only the owner can access the folder. A container's user reads the files, each of which is mounted separately.
 chmod 0444 ca.pem tls.crt tls.key credentials.yaml grafana.password ./*.token

@@ -83,7 +83,7 @@ def _measure(task: _Task) -> Iterator[dict[str, float]]:
 
 
 def _busy_slots(slots: int) -> tuple[int, ...]:
-    """Return the numbers of busy slots to measure: one, a quarter, a half and all of them.
+    """Return the counts of busy slots to measure: one, a quarter, a half and all of them.
 
     Examples
     --------

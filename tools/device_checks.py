@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = options.device or _available_device()
     if device is None:
-        print("torch finds no GPU or NPU on this machine, so nothing was checked.")
+        print("torch finds no GPU or NPU on this machine, so no check was run.")
         return 2
     if options.part is not None:
         print(PARTS[options.part][2](torch.device(device)))
@@ -147,7 +147,7 @@ def transfers(device: torch.device) -> str:
 
 
 def of_round_trip(output: str) -> str:
-    """Return the doctor's findings about the devices. Those about the environment and the service do not count.
+    """Return the doctor's findings about the devices. Findings about the environment and the service do not count.
 
     Raises ``RuntimeError`` if the round trip did not succeed.
     """
@@ -177,9 +177,9 @@ def staging(device: torch.device) -> str:
     before = _allocated(device)
     for rows in (1, 7, 16):
         if [buffer.data_ptr() for buffer in reserved_staging.reserve([weights], [rows])[0]] != reserved:
-            raise RuntimeError(f"staging for {rows} experts is outside the memory that was reserved for 16")
+            raise RuntimeError(f"staging for {rows} experts lies outside the memory that was reserved for 16")
     if _allocated(device) != before:
-        raise RuntimeError("a transfer within the reserved staging allocates device memory")
+        raise RuntimeError("a transfer that fits into the reserved staging allocates device memory")
     return (
         f"{reserved_staging.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
     )

@@ -40,7 +40,7 @@ def find(folder: Path, target: str) -> Function | None:
 
 
 def moved(folder: Path, functions: dict[str, Function]) -> dict[str, str]:
-    """Return the differences of the package in ``folder`` from ``functions``, by target."""
+    """Return how the package in ``folder`` differs from ``functions``, keyed by target."""
     return _differences(functions, {target: find(folder, target) for target in functions})
 
 
@@ -53,7 +53,7 @@ def _differences(old: dict[str, Function], new: Mapping[str, Function | None]) -
         elif now.parameters != before.parameters:
             differences[target] = f"takes ({', '.join(now.parameters)})"
         elif now.source != before.source:
-            differences[target] = "has another body"
+            differences[target] = "has a different body"
     return differences
 
 
@@ -80,11 +80,11 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 def main() -> None:
     """Record all versions of one engine or of every engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--engine", choices=VERSIONS, help="record only this engine")
+    parser.add_argument("--engine", choices=VERSIONS, help="engine to record; by default, all")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")
     options = parser.parse_args()
     if options.targets and options.engine is None:
-        parser.error("TARGET needs --engine; name the engine that defines it")
+        parser.error("TARGET needs --engine; specify the engine that defines TARGET")
     for engine in [options.engine] if options.engine else VERSIONS:
         record(engine, options.targets)
 

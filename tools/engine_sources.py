@@ -49,7 +49,7 @@ with command.main_context():
 
 
 class SourceUnavailableError(RuntimeError):
-    """The source of a package cannot be downloaded: the package index is unreachable or does not have it."""
+    """Raised if a package's source cannot be downloaded, because the index is unreachable or does not have it."""
 
 
 def newest(package: str) -> str:

@@ -21,12 +21,12 @@ _ENTRY_CLASS = re.compile(r"^EntryClass\s*=\s*([^=]*?)(?=^\w|\Z)", re.MULTILINE)
 _SGLANG_ASKS_FOR = "routed_experts_weights_of_layer"
 _HEAD = """# Models that can be balanced
 
-The agent balances the models that an engine's own EPLB can. This list is made from the engines' sources, by the names
-of architectures in a checkpoint's `config.json` (`python -m tools.model_families`); it does not say that a model was
-run. A model with images or sound is balanced as its language model is. vLLM-Ascend balances every model whose MoE
-layers are vLLM's `FusedMoE`. Where a model is not in vLLM's list, vLLM serves on without EPLB, and a warning in its
-log names the class; SGLang ends with the reason. An empty field: the engine does not have the model; `no`: its EPLB
-does not know it.
+The agent can balance the models that the engine's own EPLB supports. This list is generated from the engines' sources
+(`python -m tools.model_families`). It names architectures as the checkpoint's `config.json` does, and does not imply
+that a model was run. A model with images or sound is balanced if its language model is. vLLM-Ascend balances every
+model whose MoE layers are vLLM's `FusedMoE`. If a model is not in vLLM's list, vLLM keeps serving without EPLB and
+logs a warning with the class; SGLang exits and gives the reason. An empty field means that the engine does not have
+the model, and `no` that the engine's EPLB does not support it.
 
 | architecture | vLLM | SGLang |
 |---|---|---|
@@ -50,7 +50,7 @@ def page() -> str:
     cells = {name: (_releases(name, vllm), _release(name, version, sglang)) for name in names}
     unknown = [name for name in names if not any(cell.strip("no") for cell in cells[name])]
     rows = [f"| {name} | {' | '.join(cells[name])} |\n" for name in names if name not in unknown]
-    return f"{_HEAD}{''.join(rows)}\nKnown to no engine's EPLB: {', '.join(unknown)}.\n"
+    return f"{_HEAD}{''.join(rows)}\nNot supported by any engine's EPLB: {', '.join(unknown)}.\n"
 
 
 def vllm_models(folder: Path) -> Iterator[tuple[str, bool]]:

@@ -29,7 +29,7 @@ def main() -> None:
     if not installed("torch"):
         install_torch()
     print(
-        f"installing eplb-service and its {'tests, on the oldest' if oldest else 'development'} dependencies",
+        f"installing eplb-service with its {'oldest test' if oldest else 'development'} dependencies",
         flush=True,
     )
     projects = (
@@ -62,7 +62,7 @@ def install_torch() -> None:
         pip(*quietly)
         return
     print(
-        "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
+        "installing a CPU build of torch, because no accelerator was found (once; this takes a minute or two)",
         flush=True,
     )
     # If PyTorch's own index is unreachable, the configured index may still have a build.
@@ -94,7 +94,7 @@ def pip(*arguments: str) -> None:
     """Run pip. If it fails, print its output and exit."""
     done = attempt_pip(*arguments)
     if done.returncode != 0:
-        sys.exit(f"{done.stdout}\nset-up failed; pip's message is above")
+        sys.exit(f"{done.stdout}\nsetup failed; see pip's message above")
 
 
 def attempt_pip(*arguments: str) -> subprocess.CompletedProcess[str]:

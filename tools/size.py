@@ -1,4 +1,4 @@
-"""Print the size of the code per room, and fail if a figure exceeds its ceiling: ``make size``.
+"""Print the size of the code in each room, and fail if a figure exceeds its ceiling: ``make size``.
 
 The size is the number of code tokens, so neither documentation nor formatting changes it. The tours of
 ``tools/size_tours.py`` measure how many files and types a reader meets on the way of one datum.

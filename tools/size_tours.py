@@ -1,7 +1,7 @@
 """Tours through the code that ``make size`` measures: the files and types that one datum passes on its way.
 
-A tour lists definitions in the order that the datum takes. ``measure`` checks each step of the way in
-the syntax trees, so a tour fails when the code takes another way.
+A tour lists definitions in the order that the datum takes. ``measure`` checks each step of the path in
+the syntax trees, so a tour fails if the code takes another path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.sources import Source
 
 
 class TourError(Exception):
-    """A tour does not match the code."""
+    """Raised if a tour does not match the code."""
 
 
 class Stop(NamedTuple):
@@ -40,7 +40,7 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Tour:
-    """The way of one datum through the code.
+    """The path of one datum through the code.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Tour:
     types
         Types that carry the datum. Each must occur in the definition of a stop.
     stops
-        Definitions in the order of the way.
+        Definitions in the order of the path.
     """
 
     datum: str
@@ -58,7 +58,7 @@ class Tour:
 
 
 class TourSize(NamedTuple):
-    """Numbers of distinct files and types of a tour."""
+    """Counts of the distinct files and types of a tour."""
 
     files: int
     types: int
@@ -80,7 +80,7 @@ def measure(tour: Tour, sources: Mapping[str, Source]) -> TourSize:
     Returns
     -------
     TourSize
-        Numbers of distinct files and types.
+        Counts of the distinct files and types.
 
     Raises
     ------
@@ -92,10 +92,10 @@ def measure(tour: Tour, sources: Mapping[str, Source]) -> TourSize:
         messages = {name for name in used[before] & used[after] if name.startswith("agent_pb2.")}
         connected = _short_name(after) in used[before] or _short_name(before) in used[after]
         if before.path != after.path and not connected and not messages:
-            raise TourError(f"the tour of {tour.datum} has no connection from {before} to {after}")
+            raise TourError(f"the tour of {tour.datum} does not connect {before} to {after}")
     all_used = set[str]().union(*used.values(), (_short_name(stop) for stop in tour.stops))
     if missing := [name for name in tour.types if name not in all_used]:
-        raise TourError(f"no stop of the tour of {tour.datum} uses {', '.join(missing)}")
+        raise TourError(f"no stop on the tour of {tour.datum} uses {', '.join(missing)}")
     return TourSize(len({stop.path for stop in tour.stops}), len(set(tour.types)))
 
 

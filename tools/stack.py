@@ -1,6 +1,6 @@
-"""Run the service, Prometheus with its rules, and balanced ranks on this machine without containers: ``make stack``.
+"""Run the service, Prometheus with its rules, and balanced ranks without containers on this machine: ``make stack``.
 
-Press Ctrl-C to end it, or set ``--seconds``.
+Press Ctrl-C to stop it, or set ``--seconds``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prometheus_command(program: str, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Start all processes and wait until one ends or the time is over."""
+    """Start all processes and wait until one exits or the time is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     seconds = parser.parse_args().seconds
@@ -76,14 +76,17 @@ def main() -> None:
             )
             print(f"prometheus   http://{PROMETHEUS}/alerts")
         started.append(stack.enter_context(running(demo, folder / "demo.log")))
-        print("ranks        deployment demo; `eplb top` shows it in a terminal. Ctrl-C ends all.", flush=True)
+        print(
+            "ranks        deployment demo; `eplb top` shows it in a terminal. Ctrl-C stops everything.",
+            flush=True,
+        )
         until = time.monotonic() + seconds
         while time.monotonic() < until and all(process.poll() is None for process in started):
             time.sleep(0.5)
         for process in started:
             if process.poll():
                 logs = {log.name: log.read_text(errors="replace")[-2000:] for log in folder.glob("*.log")}
-                sys.exit(f"{process.args[:6]} ended with exit code {process.returncode}: {logs}")  # type: ignore[index]
+                sys.exit(f"{process.args[:6]} exited with code {process.returncode}: {logs}")  # type: ignore[index]
 
 
 if __name__ == "__main__":

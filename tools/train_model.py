@@ -224,7 +224,7 @@ def _rate(progress: float) -> float:
 
 
 def main() -> None:
-    """Train with the settings of the command line."""
+    """Train with the settings from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path, help="folder of text files, one per domain")
     parser.add_argument("folder", type=Path, help="checkpoint to write")

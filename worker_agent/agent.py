@@ -251,7 +251,7 @@ class Agent:
         """Record that a forward pass has been queued. The model's thread calls this on every rank, between two passes.
 
         On a device, call it on the stream on which the passes are queued. The agent reads and writes the layers only on
-        that stream: it reads heat after the pass that counted it, and commits between two passes. It synchronizes with
+        that stream: it reads heat after the pass that counted it, and commits between two passes. It synchronises with
         the device only to commit a layer, because it must know which queued pass the commit follows. The host-clock
         time between two calls is reported as the step time.
 
@@ -281,7 +281,7 @@ class Agent:
             self._boundary(phase, tokens)
 
     @_contained()
-    def drain(self, reason: str = "the host asked for it") -> None:
+    def drain(self, reason: str = "requested by the host") -> None:
         """Complete or abort the switch in progress, and reject plans until ``resume`` is called.
 
         This is a collective: every rank calls it between the same two forward passes, before the model sleeps or loads
@@ -307,7 +307,7 @@ class Agent:
         self._guarded(self._publish_heat)
 
     @_contained(RestoreError)
-    def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
+    def restore(self, placement: Placement, reason: str = "the host is loading weights") -> None:
         """Drain, then move every expert to its slot in ``placement``, and reject plans until ``resume`` is called.
 
         Some hosts can only load weights into their own initial layout. They restore the initial placement, load the

@@ -134,8 +134,8 @@ class HeatRecorder:
         if self._silent_calls <= _DEADLINE_CALLS:
             return None
         return (
-            f"no valid count of heat for {self._silent_calls} steps: the layers' counts do not match its steps; "
-            "the host must call step once per forward pass"
+            f"no valid heat counts for {self._silent_calls} steps: the layers' counters do not match the agent's step "
+            "numbers; the host must call step once per forward pass"
         )
 
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:

@@ -35,7 +35,7 @@ class AgentSettings(BaseSettings):
 
     service: str = Field(DEFAULT_ADDRESS, description="host:port of the service")
     deployment: str = Field("default", description="name of this served model instance")
-    node: str = Field(default_factory=socket.gethostname, description="host of this rank")
+    node: str = Field(default_factory=socket.gethostname, description="name of this rank's host")
     data_host: str = Field(
         default_factory=socket.getfqdn, description="host name or address at which other ranks reach this one"
     )
@@ -44,9 +44,7 @@ class AgentSettings(BaseSettings):
         None,
         description="file that holds the token, read at every connection, so that it can rotate without a restart",
     )
-    tls_ca: Path | None = Field(
-        None, description="PEM file of the authority that signed the service's certificate"
-    )
+    tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate")
     tls_cert: Path | None = Field(
         None, description="PEM file of this agent's certificate, if the service requires one"
     )
@@ -66,7 +64,7 @@ class AgentSettings(BaseSettings):
         10.0,
         gt=0,
         le=3600,
-        description="longest wait for a ballot; the ranks then keep serving, and open a new vote link",
+        description="longest wait for a ballot, after which the ranks keep serving, and open a new vote link",
     )
     commit_timeout_seconds: float = Field(
         1.0,
@@ -118,8 +116,8 @@ class AgentSettings(BaseSettings):
     )
     allow_unverified_engine: bool = Field(
         False,
-        description="run in an engine whose functions have the expected arguments but not the tested bodies, or in an "
-        "engine of an untested release",
+        description="run even if the engine's functions match the tested signatures but not the tested bodies, or if "
+        "the engine release is untested",
     )
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
@@ -129,7 +127,7 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _is_an_address(cls, service: str) -> str:
         if service.lower().startswith(("http://", "https://")):
-            raise ValueError(f"{service} is a URL: write host:port, and set tls_ca to use TLS")
+            raise ValueError(f"expected host:port, got the URL {service}; set tls_ca to use TLS")
         return service
 
     @field_validator("data_host")
@@ -140,10 +138,10 @@ class AgentSettings(BaseSettings):
         except ValueError:
             address = None
         if not data_host or (address is None and ":" in data_host):
-            raise ValueError(f"{data_host!r} is not a host; use a host name or an IP address without a port")
+            raise ValueError(f"expected a host name or an IP address without a port, got {data_host!r}")
         if address is not None and address.is_unspecified:
             raise ValueError(
-                f"{data_host} means every address of this host; use the address that other ranks connect to"
+                f"{data_host} stands for every address of this host; use the address that other ranks connect to"
             )
         return data_host
 

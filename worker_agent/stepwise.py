@@ -157,7 +157,7 @@ class StepwiseSplit:
             )
         if device_type == "npu":
             raise ValueError(
-                f"layer {layer}: splitting by step needs float64 products, which an NPU does not have; "
+                f"layer {layer}: splitting by step needs float64 products, which NPUs do not support; "
                 "use split='tables'"
             )
 

@@ -403,4 +403,6 @@ class ServiceStream:
 
     def _log_lost(self, reason: str) -> None:
         if not self._closing.is_set() and self._outages.logs(self._runtime.now(), reason):
-            _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, reason)
+            _log.warning(
+                "rank %d: no control stream to %s: %s", self._identity.rank, self._settings.service, reason
+            )

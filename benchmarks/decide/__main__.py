@@ -67,13 +67,13 @@ def main() -> None:
         contest.close()
     console.print(table)
     console.print(
-        "below off: windows in which the gain over no balancing was less than the cost of moves and switches (target 0)"
+        "below off: windows in which balancing gained less than its moves and switches cost (target 0)"
     )
     console.print(
-        "at once: plans take effect on the step after their window; at the pace: after solving, transfers and votes"
+        "at once: plans take effect in the step after their window; at the pace: after solving, transfers and votes"
     )
     console.print(
-        f"moves are priced by their cost: {options.link_bandwidth:g} GB/s, "
+        f"moves are priced at their cost: {options.link_bandwidth:g} GB/s, "
         f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
     )
 
@@ -125,7 +125,7 @@ def _drawn(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
 def _alarms(seed: int) -> Table:
     table = Table(
         "ranks x choices",
-        "false alarms in 10,000 steps",
+        "false alarms per 10,000 steps",
         "target",
         "detection delay, 90 % of changes",
         "target",
@@ -175,11 +175,11 @@ def _target(heat: str, policy: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
     add = parser.add_argument
-    add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
+    add("--traces", type=Path, help="folder with recorded routing, one subfolder per model")
     add(
         "--only",
         default="",
-        help="measure only heat whose name contains this text; promises: only the promises",
+        help="measure only heat whose name contains this text; promises: measure only the promises",
     )
     add(
         "--seeds",
@@ -193,20 +193,20 @@ def _parser() -> argparse.ArgumentParser:
         "--link-bandwidth",
         type=float,
         default=25.0,
-        help="link bandwidth in GB/s, which determines the price of moves (25)",
+        help="link bandwidth in GB/s, which determines the move price (25)",
     )
     add(
         "--bytes-per-expert",
         type=int,
         default=0,
-        help="size of an expert, which determines the price of moves; 0: default size",
+        help="bytes per expert, which determine the move price; 0: default size",
     )
     add("--cpu-ms", type=float, default=math.inf, help="mean CPU time per step that our policy may use")
     add(
         "--step-ms",
         type=float,
         default=40.0,
-        help="step time for the row of plans at the model's pace; 0: no such row",
+        help="step time of the row in which plans take effect at the model's pace; 0: omit the row",
     )
     add(
         "--solve-ms",

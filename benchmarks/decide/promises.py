@@ -55,7 +55,7 @@ class Kept:
 
 
 def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
-    """Yield two rows for each number of tokens: one from scratch, one warm."""
+    """Yield two rows for each token count: one from scratch, one warm."""
     scenarios = [Scenario(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
     if traces is not None and (traces / "gpt-oss-20b" / "routes.npz").exists():
         for batch in BATCHES:

@@ -42,7 +42,7 @@ class Delay(NamedTuple):
     def __str__(self) -> str:
         if not self.step_ms:
             return "at once"
-        return f"at the pace of {self.model_layers} layers, {self.step_ms:g} ms a step"
+        return f"at the pace of {self.model_layers} layers, {self.step_ms:g} ms per step"
 
 
 AT_ONCE = Delay()
@@ -97,16 +97,16 @@ def own_rows(
 ) -> Iterator[Row]:
     """Yield a row without balancing, a row of our policy with plans that take effect at once, and one at ``delay``.
 
-    All replays run on one thread. A policy's CPU time is its replay's, minus that of a replay without balancing.
+    All replays run on one thread. A policy's CPU time is that of its replay, minus that of a replay without balancing.
 
     Parameters
     ----------
     scenario
         Heat to decide on.
     settings
-        Planner settings; the link bandwidth affects the price of moves.
+        Planner settings; the link bandwidth affects the move price.
     bytes_per_expert
-        Size of an expert in bytes, which also affects the price of moves.
+        Size of an expert in bytes, which also affects the move price.
     cpu_ms
         CPU time per step that decisions may take, in milliseconds.
     delay

@@ -126,7 +126,7 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
     Parameters
     ----------
     rows
-        Figures of each seed, by balancer. ``LEFT_ALONE`` must be one of the keys.
+        Figures of each seed, keyed by balancer. ``LEFT_ALONE`` must be one of the keys.
     """
     shown = Table(title="Time per token", title_justify="left")
     for column in (
@@ -134,7 +134,7 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
         "mean ms (range)",
         "p50 ms",
         "p99 ms",
-        "of it the agent",
+        "agent's share, ms",
         "tokens/s",
         "faster",
         "PAR",

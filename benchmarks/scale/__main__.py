@@ -35,11 +35,13 @@ _READINGS = 10
 
 
 def main() -> int:
-    """Measure each number of ranks and print one table. Return 1 if a target is missed, otherwise 0."""
+    """Measure each rank count and print one table. Return 1 if a target is missed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
     parser.add_argument(
-        "--slots", type=int, help="slots per rank; by default there are an eighth more slots than experts"
+        "--ranks", default="64,256,1024", help="rank counts, separated by commas (64,256,1024)"
+    )
+    parser.add_argument(
+        "--slots", type=int, help="slots per rank; by default, there are one eighth more slots than experts"
     )
     parser.add_argument(
         "--seconds",
@@ -56,11 +58,9 @@ def main() -> int:
     parser.add_argument(
         "--report-steps", type=int, help="steps per report; by default the number that the service requests"
     )
+    parser.add_argument("--processes", type=int, default=2, help="number of processes for the agents (2)")
     parser.add_argument(
-        "--processes", type=int, default=2, help="processes that the agents are divided among (2)"
-    )
-    parser.add_argument(
-        "--no-plan", action="store_true", help="send only heat: the service makes no decision"
+        "--no-plan", action="store_true", help="send only heat, so that the service makes no decision"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
-    """Measure the service with one number of ranks.
+    """Measure the service with one rank count.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
     seconds
         Length of the measurement.
     processes
-        Number of processes that the agents are divided among.
+        Number of processes that run the agents.
     plan
         True to let the service decide after one interval and to start the measurement once its plan is committed.
     """
@@ -226,7 +226,7 @@ def _hold_text(holds: Holds) -> str:
 
 
 _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
-    ("steps/s assembled, of", lambda run: f"{run.steps_per_second:.1f}, {run.wanted_per_second:g}"),
+    ("steps/s assembled, wanted", lambda run: f"{run.steps_per_second:.1f}, {run.wanted_per_second:g}"),
     ("service's CPU, ms per step", lambda run: f"{run.cpu_ms_per_step:.2f}"),
     ("service's CPU, % of a core", lambda run: f"{run.cpu_percent:.0f}"),
     ("heat, MB/s", lambda run: f"{run.megabytes_per_second:.1f}"),
@@ -234,21 +234,21 @@ _ROWS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
     ("steps lost", lambda run: f"{run.lost_steps}"),
     ("steps that agents dropped", lambda run: f"{run.dropped_steps}"),
     (
-        "memory, MB; most; grown in the second half",
+        "memory, MB: at the end; maximum; growth in the second half",
         lambda run: f"{run.resident_mb[-1]:.0f}; {run.peak_mb:.0f}; {run.grown_mb:+.1f}",
     ),
     ("longest block of the event loop, ms of CPU", lambda run: _hold_text(run.holding)),
     ("while the ranks join", lambda run: _hold_text(run.joining)),
     ("until the plan is committed", lambda run: _hold_text(run.deciding)),
-    ("CPU not running within a block, ms", lambda run: f"{1e3 * run.all_holds.still:.1f}"),
+    ("time off the CPU within a block, ms", lambda run: f"{1e3 * run.all_holds.still:.1f}"),
     (
-        "CPU from the interval's end until every rank has the plan, s: service, agents",
+        "CPU from the end of the interval until every rank has the plan, s: service, agents",
         lambda run: f"{run.deciding_cpu_seconds[0]:.1f}, {run.deciding_cpu_seconds[1]:.1f}",
     ),
     ("service's CPU while layers switch, % of a core", lambda run: f"{run.carrying_cpu_percent:.0f}"),
     ("layers switched, over all ranks", lambda run: f"{run.switched}"),
     (
-        "ms after the interval's end: last heat sent; plan at first, last rank",
+        "ms after the end of the interval: last heat sent; plan on the first, last rank",
         lambda run: "-" if run.plan_ms is None else "{:.0f}; {:.0f}, {:.0f}".format(*run.plan_ms),
     ),
 )

@@ -35,9 +35,9 @@ class Measured:
     steps_per_second
         Steps per second that the service assembled from the heat of all ranks.
     wanted_per_second
-        Steps per second that the ranks made.
+        Steps per second that the ranks ran.
     cpu_ms_per_step
-        CPU time of the service per step that the ranks made, in milliseconds.
+        CPU time of the service per step that the ranks ran, in milliseconds.
     cpu_percent
         CPU time of the service, in percent of one core.
     deciding_cpu_seconds
@@ -98,12 +98,12 @@ class Measured:
 
     @property
     def made_steps(self) -> float:
-        """Steps that the ranks made during the measurement."""
+        """Steps that the ranks ran during the measurement."""
         return self.wanted_per_second * self.seconds
 
     @property
     def keeps_up(self) -> bool:
-        """True if the service assembled steps as fast as the ranks made them."""
+        """True if the service assembled steps as fast as the ranks ran them."""
         return self.steps_per_second * self.seconds + self.report_steps >= _MIN_ASSEMBLED * self.made_steps
 
     @property
@@ -125,10 +125,10 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
         if run.ranks == _CHEAP_RANKS and can_judge_rate:
             cost = f"{run.cpu_percent:.1f} % at {run.steps_per_second:.1f} steps/s"
             cheap = run.cpu_percent <= _MAX_PERCENT and run.keeps_up
-            judged.append((f"cost {_MAX_PERCENT:g} % of a core or less", cost, cheap))
+            judged.append((f"the service uses at most {_MAX_PERCENT:g} % of a core", cost, cheap))
         if can_judge_rate:
             rate = f"{run.steps_per_second:.1f} of {run.wanted_per_second:g} steps/s"
-            judged.append(("steps are assembled as fast as they are made", rate, run.keeps_up))
+            judged.append(("steps are assembled as fast as the ranks run them", rate, run.keeps_up))
         lost = f"{run.lost_steps} lost, {run.dropped_steps} dropped"
         judged.append(("no step is lost or dropped", lost, run.lost_steps == run.dropped_steps == 0))
         longest = run.all_holds.cpu
@@ -136,14 +136,18 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
         judged.append((limit, f"{1e3 * longest:.1f} ms", longest <= LONG_SECONDS))
         if run.seconds >= _FLAT_SECONDS:
             grown = f"{run.grown_mb:+.1f} MB in the last {run.seconds / 2:.0f} s"
-            flat = f"memory grows by {_MAX_GROWTH_MB:g} MB or less in the second half"
+            flat = f"memory grows by at most {_MAX_GROWTH_MB:g} MB in the second half"
             judged.append((flat, grown, run.grown_mb <= _MAX_GROWTH_MB))
         arrived = "none"
         if run.plan_ms is not None:
-            arrived = f"the last after {run.plan_ms[-1]:.0f} ms, {run.plan_ms[0]:.0f} ms of it until all heat is sent"
+            arrived = f"the last rank after {run.plan_ms[-1]:.0f} ms; all heat was sent after {run.plan_ms[0]:.0f} ms"
         soon = run.plan_ms is not None and run.plan_ms[-1] <= 1e3 * _PLAN_SECONDS
         judged.append(
-            (f"the first plan reaches every rank within {_PLAN_SECONDS:g} s of the interval", arrived, soon)
+            (
+                f"the first plan reaches every rank within {_PLAN_SECONDS:g} s of the interval's end",
+                arrived,
+                soon,
+            )
         )
         for name, figure, met in judged:
             yield Target(f"{run.ranks:,} ranks: {name}", "", figure, met)

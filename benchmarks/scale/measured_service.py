@@ -216,7 +216,7 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 
 def asked_by(pipe: Connection) -> Any:
-    """Return the next request of the measuring process, or ``None`` if that process has ended."""
+    """Return the next request of the measuring process, or ``None`` if that process has exited."""
     try:
         return pipe.recv()
     except EOFError:

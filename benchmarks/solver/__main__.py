@@ -133,7 +133,7 @@ def main() -> int:
                     measured_rows.append(row)
             console.print(f"{name}: {len(measured_rows)} rows, {time.monotonic() - began:.0f} s so far")
     except KeyboardInterrupt:
-        console.print("interrupted; the tables below contain the measurements up to now")
+        console.print("interrupted; the tables below contain the measurements so far")
     finally:
         contest.close()
     for table in reversed(tables(results)):
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solver", description=__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="about two minutes: one shape, one seed, short loops")
-    add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure only these")
+    add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="groups to measure")
     add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers to compare")
     add("--index", default=INDEX, help="package index to download the peers from; each is downloaded once")
     add(

@@ -152,7 +152,7 @@ def _walk(base_E: Float64, steps: int, generator: np.random.Generator) -> Float6
 
 
 def _alternation(base_E: Float64, steps: int) -> Float64:
-    """Mix two domains with opposite popularity, 9:1 and 1:9 by turns of 50 steps."""
+    """Mix two domains with opposite popularity, alternating between 9:1 and 1:9 every 50 steps."""
     first_T1 = np.where((np.arange(steps) // 50) % 2 == 0, 0.9, 0.1)[:, None]
     direct_E = np.exp(base_E)
     reverse_E = np.exp(base_E.max() + base_E.min() - base_E)

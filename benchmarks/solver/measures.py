@@ -87,7 +87,7 @@ def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> f
 
 
 CASES = {
-    "left alone by the threshold": {"par_threshold": 10.0},
+    "kept by the threshold": {"par_threshold": 10.0},
     "in default settings": {},
 }
 """Two ways in which a decision keeps every layer: the threshold skips the search, or the search finds no gain."""
@@ -294,7 +294,7 @@ EVEN_SPLIT = "ours, for a host that splits evenly"
 
 
 def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
-    """Yield a row per policy: tokens on the hottest rank with even shares and with the tables of 8 source ranks."""
+    """Yield a row per policy: tokens on the hottest rank with even shares, and with the tables of 8 source ranks."""
     scene = first_scene(HEAT[None, None, :], RANKS, SLOTS)
     requests: list[tuple[str, str, dict[str, Any]]] = [
         ("ours", OURS, {"afresh": True}),

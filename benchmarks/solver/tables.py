@@ -184,9 +184,9 @@ def _time(rows: Rows) -> list[Table]:
     return [
         Table(
             "CPU seconds of one decision from scratch",
-            ("shape, policy", *KINDS, "sum of minima", "over ours"),
+            ("shape, policy", *KINDS, "sum of minima", "relative to ours"),
             lines,
-            "Minimum / median / maximum of the repeats; one thread, policies by turns, each in its own process.",
+            "Minimum / median / maximum of the repeats; one thread, policies in turn, each in its own process.",
         )
     ]
 
@@ -225,7 +225,13 @@ def _loop(rows: Rows, title: str) -> list[Table]:
             )
             for row in selected
         ]
-        columns = ("policy", "realised", "slots moved", "of all slots per decision", "CPU s per decision")
+        columns = (
+            "policy",
+            "realised",
+            "slots moved",
+            "share of all slots per decision",
+            "CPU s per decision",
+        )
         note = (
             f"PAR per step on the window after each of {decisions} decisions, with each policy's own tables."
         )

@@ -74,9 +74,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
 def _quality(scenario: Scenario, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
     measured = list(quality(scenario, options.window, options.windows))
     rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in measured]
-    title = (
-        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on {options.windows} next windows"
-    )
+    title = f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on {options.windows} following windows"
     console.print(Table(title, ["placement", *SPLITS], rows).drawn())
     return measured
 
@@ -107,7 +105,7 @@ def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
             for row in measured
         ]
         title = f"256 experts, 32 ranks x 9, {tokens} tokens; load {os.getloadavg()[0]:.1f}"
-        console.print(Table(title, ["rounds", *_ABOVE, "us 5 % / 50 % / 95 %"], rows).drawn())
+        console.print(Table(title, ["rounds", *_ABOVE, "us: 5 % / 50 % / 95 %"], rows).drawn())
         if tokens * 8 == _CHOICES:
             yield from of_cost(measured)
 
@@ -136,7 +134,7 @@ def _example(_: argparse.Namespace, __: Console) -> Iterator[Target]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this; repeatable")
+    parser.add_argument("--only", choices=PARTS, action="append", help="part to measure; repeatable")
     parser.add_argument(
         "--routes",
         type=Path,
@@ -152,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--table-windows", type=int, default=24, help="number of windows for comparing tables"
     )
-    parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
+    parser.add_argument("--deal-width", type=int, default=8, help="entries per expert in dealing tables")
     parser.add_argument("--layers", type=int, default=4, help="layers of the drawn heat")
     return parser
 
@@ -195,7 +193,7 @@ def of_cost(cost: Rows) -> Iterator[Target]:
     quiet, median, slow = np.percentile(row["us"], (5, 50, 95))
     name = f"stepwise split of a layer, one core, {ROUNDS} rounds"
     yield Target(
-        f"{name}: microseconds of CPU, half of the calls",
+        f"{name}: microseconds of CPU, median call",
         f"at most {_MAX_MICROSECONDS:g}",
         f"{median:.0f} (5 %: {quiet:.0f}, 95 %: {slow:.0f})",
         bool(median <= _MAX_MICROSECONDS),
@@ -204,7 +202,7 @@ def of_cost(cost: Rows) -> Iterator[Target]:
 
 
 def of_exactness(found: Sequence[Exactness]) -> Iterator[Target]:
-    """Yield one target per number of ranks and popularity, over steps of all sizes."""
+    """Yield one target per rank count and popularity, over steps of all sizes."""
     above: dict[str, list[float]] = {}
     for row in found:
         name = f"{row.ranks} ranks x {row.slots}, steps of all sizes, {row.popularity}"

@@ -247,7 +247,7 @@ def within_a_token(above: Sequence[float]) -> float:
 
 
 def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) -> Iterator[dict[str, Any]]:
-    """Yield a row per number of rounds: each step's tokens above the optimum, and each call's CPU microseconds.
+    """Yield a row per round count: each step's tokens above the optimum, and each call's CPU microseconds.
 
     Half of the layers are placed for even shares and half for the stepwise split, on steps that are not measured.
 
@@ -272,7 +272,7 @@ def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) 
         splits = {rounds: StepwiseSplit(placed_RS, _EXPERTS, rounds=rounds) for rounds in ROUNDS}
         for rounds, split in splits.items():
             rows[rounds]["above"] += tokens_above(split, placed_RS, heat_TLE[steps:, layer])
-        # All numbers of rounds are timed on the same layer, so that other load on the machine affects them equally.
+        # Time every round count on the same layer, so that other load on the machine affects them equally.
         counts_E = torch.from_numpy(heat_TLE[-1, layer])
         for rounds, split in splits.items():
             rows[rounds]["us"] += microseconds(split, counts_E)
@@ -298,7 +298,7 @@ def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 RANKS = ((8, 33), (32, 9), (64, 5))
-"""Numbers of ranks with their slots per rank, which leave one spare slot per rank for 256 experts."""
+"""Rank counts with their slots per rank, which leave one spare slot per rank for 256 experts."""
 DRAWN = "drawn"
 SKEWED = "skewed"
 
@@ -329,7 +329,7 @@ class Exactness:
 
 
 def exactness(steps: int = 32) -> Iterator[Exactness]:
-    """Measure the exactness of the stepwise split for each number of ranks, number of tokens and popularity.
+    """Measure the exactness of the stepwise split for each rank count, token count and popularity.
 
     One placement is made for even shares and one for the stepwise split. Each is made on ``steps`` steps and measured
     on the following ``steps``.

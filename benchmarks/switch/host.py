@@ -132,7 +132,7 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
     # Average over the steps that share one heat report and one vote.
     extra = np.subtract(*(means_of(seconds, STEPS_OF_REPORT) for seconds in (calls, copies)))
     ratio = Ratio.of(
-        f"{LAYERS}-layer host: agent and adapter beyond device copies / {LONGEST_MICROSECONDS} us",
+        f"{LAYERS}-layer host: agent and adapter except device copies / {LONGEST_MICROSECONDS} us",
         extra.tolist(),
         [_BUDGET_SECONDS] * len(extra),
         1.0,

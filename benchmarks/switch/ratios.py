@@ -1,4 +1,4 @@
-"""Ratios of two timings taken by turns, with their spread; a busy machine slows both equally."""
+"""Ratios of two timings taken alternately, with their spread; a busy machine slows both equally."""
 
 from __future__ import annotations
 

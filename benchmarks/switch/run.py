@@ -1,6 +1,6 @@
 """Measure the cost of a layer switch for the model, as ratios within one run: ``make bench-switch``.
 
-Two real ranks serve small layers with an agent and without, by turns. The benchmark then measures the
+Two real ranks serve small layers alternately with and without an agent. The benchmark then measures the
 calls of a host with 58 layers, a commit against a plain copy of the same size, a transfer against a plain send of the
 same size over the same link, and the model's exchanges during transfers.
 """
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=2, help="rank processes; each needs its own core for reliable times (2)"
     )
-    parser.add_argument("--pairs", type=int, default=600, help="steps with and without the agent (600)")
-    parser.add_argument("--rounds", type=int, default=40, help="commits and transfers timed (40)")
+    parser.add_argument("--pairs", type=int, default=600, help="timed steps with and without the agent (600)")
+    parser.add_argument("--rounds", type=int, default=40, help="number of timed commits and transfers (40)")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the moved experts (2048)")
     parser.add_argument(
         "--intermediate", type=int, default=768, help="intermediate size of the moved experts (768)"

@@ -1,4 +1,4 @@
-"""Step times with and without an agent, by turns, while the agent is idle and while it switches layers."""
+"""Step times with and without an agent, alternately, while the agent is idle and while it switches layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOP_K = 2
 
 
 class Server:
-    """Layers with an agent and the same layers without one, which run forward passes by turns."""
+    """Layers with an agent and the same layers without one, which run forward passes alternately."""
 
     def __init__(self, hidden: int, intermediate: int, ranks: int) -> None:
         self.live, self.still = (_layers(hidden, intermediate, ranks) for _ in range(2))

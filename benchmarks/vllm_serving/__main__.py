@@ -1,6 +1,6 @@
 """Serve the embedded model with two vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
 
-One server is balanced by the agent and a real service, the other is not balanced. They serve by turns, so that other
+One server is balanced by the agent and a real service, the other is not balanced. They serve alternately, so that other
 load on the machine affects both equally. The exit code is 1 if an answer differs, a request fails or no layer was
 switched, and 2 if vLLM cannot be installed.
 """
@@ -54,11 +54,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of each server (2)")
     parser.add_argument("--redundant", type=int, default=8, help="redundant expert slots per layer (8)")
     parser.add_argument("--requests", type=int, default=192, help="requests to each server (192)")
-    parser.add_argument("--rounds", type=int, default=8, help="turns in which the requests are sent (8)")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="number of rounds in which the requests are sent (8)"
+    )
     parser.add_argument("--clients", type=int, default=16, help="concurrent requests (16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
     parser.add_argument(
-        "--beside", choices=BESIDE, default=BESIDE[0], help="behaviour of the service (deciding)"
+        "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does meanwhile (deciding)"
     )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     return parser.parse_args()

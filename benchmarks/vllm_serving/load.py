@@ -102,5 +102,5 @@ def send(port: int, request: Request) -> Answer:
     except ServerError as error:
         answer.error = str(error)
     if answer.error is None and len(answer.token_ids) != request.tokens:
-        answer.error = f"{len(answer.token_ids)} of {request.tokens} tokens came"
+        answer.error = f"{len(answer.token_ids)} of {request.tokens} tokens arrived"
     return answer

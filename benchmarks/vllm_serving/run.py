@@ -1,4 +1,4 @@
-"""The run: a service, two servers, and the rounds of requests that are sent to the servers by turns."""
+"""The run: a service, two servers, and the rounds of requests that are sent to the two servers alternately."""
 
 from __future__ import annotations
 

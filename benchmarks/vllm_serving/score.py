@@ -28,7 +28,7 @@ more."""
 
 @dataclass
 class Round:
-    """Requests sent to both servers by turns, and their answers by kind of server."""
+    """Requests sent to both servers alternately, and their answers, keyed by kind of server."""
 
     requests: Sequence[Request]
     answers: dict[str, list[Answer]] = field(default_factory=dict)
@@ -155,9 +155,9 @@ def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
     if failed := sum(found["failed"].values()):
         return f"{failed} requests failed"
     if found["different"]:
-        return f"{found['different']} of {found['requests']} answers differ from vLLM's own"
+        return f"{found['different']} of {found['requests']} answers differ from those of the unbalanced vLLM"
     if found["split_draws"] > max(1, MOST_SPLIT_DRAWS * found["requests"]):
-        return f"{found['split_draws']} of {found['requests']} answers differ after a draw: more than rounding explains"
+        return f"{found['split_draws']} of {found['requests']} answers differ after a draw, more than rounding explains"
     if beside == DECIDING and found["layers_switched"] == 0:
         return "no layer was switched; send more --requests"
     return None
@@ -171,7 +171,7 @@ def summary(found: dict[str, Any]) -> Table:
     rows = {
         "identical text": same,
         "largest log-probability difference": f"{found['worst_difference']:.2g}",
-        "failed requests": f"{found['failed'][BALANCED]} balanced, {found['failed'][ALONE]} left alone",
+        "failed requests": f"{found['failed'][BALANCED]} balanced, {found['failed'][ALONE]} unbalanced",
         "layers switched": f"{found['layers_switched']} times, while serving",
         "moved": f"{found['experts_moved']} experts, {found['bytes_moved'] / 1e6:.1f} MB",
         "PAR before the first switch": f"{found['par']['before']:.3f}",

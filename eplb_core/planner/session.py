@@ -193,7 +193,7 @@ class DecisionSession:
         pace = _corrected_pace(self.pace, outlook)
         if outlook.too_recent:
             return replace(self, pace=pace.charged(cost))
-        # The decision does not answer an alarm that was raised after it began.
+        # The decision does not account for an alarm that was raised after it began.
         answered_alarm = self.answered_alarm if pace is self.pace else pace.alarm
         pace = pace.after_decision(changed=changed, paid=outlook.paid).charged(cost)
         session = replace(

@@ -300,5 +300,5 @@ def moves_after_first(row: Mapping[str, Any]) -> int:
 
 
 def cpu_after_first(row: Mapping[str, Any]) -> float:
-    """Return the mean CPU seconds per decision without the first."""
+    """Return the mean CPU seconds per decision, excluding the first."""
     return float(np.mean(row["cpu_seconds"][1:] or row["cpu_seconds"]))

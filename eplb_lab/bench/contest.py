@@ -180,7 +180,7 @@ class _Process:
     def ask(
         self, maker: Callable[[], Policy] | None, scene: Scene, limit_seconds: float
     ) -> Decision | str | None:
-        """Return the decision or an error text, or ``None`` if the process has ended, is blocked or timed out."""
+        """Return the decision or an error text, or ``None`` if the process has exited, is blocked or timed out."""
         try:
             if not self._ready:
                 # Start-up can be slow on a busy machine, and must not count towards the decision.
@@ -218,7 +218,7 @@ class _Process:
             return f"did not decide within {_WALL_PER_CPU * limit_seconds:g} s"
         if code == -signal.SIGPROF:
             return f"took more than {limit_seconds:g} s of CPU time"
-        return f"its process ended with code {code}"
+        return f"its process exited with code {code}"
 
     def end(self) -> None:
         """End the process."""

@@ -64,7 +64,7 @@ def whole_loads(heat_TE: npt.NDArray[np.generic], share_ER: Float64) -> Float64:
         whole_TX = np.floor(heat_TE[:, split_E])
         generator = np.random.default_rng(0)
         loads_TR += generator.multinomial(whole_TX.astype(np.int64), odds_XR).sum(axis=1)
-        # Only averaged heat has fractions of a token. They are split by expectation.
+        # Only averaged heat has fractional tokens. They are split in expectation.
         loads_TR += (heat_TE[:, split_E] - whole_TX) @ odds_XR
     return loads_TR
 

@@ -54,12 +54,12 @@ def bench(
     ),
     peers: str = option(
         "vllm,vllm-ascend,sglang",
-        "Packages to take the peers' balancers from, separated by commas: vllm, vllm-ascend, sglang. Use none to "
+        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Use none to "
         "compare only our policies.",
         metavar=SEVERAL,
     ),
     fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached."),
-    index: str = option("https://pypi.org/simple", "Package index to download them from."),
+    index: str = option("https://pypi.org/simple", "Package index for the downloads."),
     limit_seconds: float = option(
         30.0, "Exclude a balancer if a decision takes more CPU seconds than this.", min=0.1
     ),
@@ -107,8 +107,8 @@ def _balancers(packages: str) -> list[str]:
         return []
     unknown = [name for name in names if name not in available]
     if unknown or not names:
-        invalid = ", ".join(map(repr, unknown)) or "no package"
-        raise UserError(f"--peers names {invalid}; choose among {', '.join(available)}, or none")
+        invalid = ", ".join(map(repr, unknown)) or "nothing"
+        raise UserError(f"--peers contains {invalid}; choose from {', '.join(available)}, or use none")
     if find_spec("torch") is None:
         raise UserError(
             f"the peers need torch; install it with: {install_command('peers', 'eplb-lab')}, or use --peers none"
@@ -128,13 +128,13 @@ def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, windo
         window = max(min(_WINDOW, trace.steps // _MIN_WINDOWS), 1)
     if trace.steps < 2 * window:
         raise UserError(
-            f"{path}: {trace.steps} steps are fewer than two windows of {window}, one to decide on and one to serve; "
+            f"{path}: {trace.steps} steps are fewer than two windows of {window} (one to decide on, one to serve); "
             "use a shorter --window"
         )
     heat_TLE = np.ascontiguousarray(trace.heat(0, trace.steps))
     if heat_TLE.dtype.kind == "f":
         raise UserError(
-            f"{path}: the heat has fractions of tokens, but the peers need whole tokens; use a trace of token counts"
+            f"{path}: the heat has fractional tokens, but the peers need whole tokens; use a trace of token counts"
         )
     return Scenario(path.name, heat_TLE, ranks, slots, window)
 

@@ -51,14 +51,14 @@ def demo(
     ),
     dispatcher: str = option(
         "all2allv",
-        f"Dispatcher of the tokens: {', '.join(_DISPATCHERS)}. {_MOGE} is for grouped experts, which do not move.",
+        f"Token dispatcher: {', '.join(_DISPATCHERS)}. {_MOGE} is for grouped experts, which do not move.",
     ),
     split: str = option(
         TABLES,
         "Split of an expert's tokens over its replicas: tables (one replica per source rank), deal (several in turn), "
         "or step (according to each step's counts).",
     ),
-    quant: str = option("none", f"Quantization of the model's experts: {', '.join(_QUANTIZATIONS)}."),
+    quant: str = option("none", f"Quantisation of the model's experts: {', '.join(_QUANTIZATIONS)}."),
     tensor_parallel: int = option(
         1,
         "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. Only with "
@@ -91,7 +91,7 @@ def demo(
     check_deployment(deployment, "--deployment")
     one_of("unknown dispatcher", dispatcher, _DISPATCHERS)
     one_of("unknown split", split, _SPLITS)
-    one_of("unknown quantization", quant, _QUANTIZATIONS)
+    one_of("unknown quantisation", quant, _QUANTIZATIONS)
     if trace is not None and (dual_batch or quant != "none" or dispatcher == _MOGE or tensor_parallel > 1):
         raise UserError(
             f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} cannot be combined with --trace"
@@ -142,7 +142,7 @@ def _model_orders(
     dual_batch: bool,
     tensor_parallel: int,
 ) -> dict[str, Any]:
-    """Return the orders for ranks that serve a model of T steps, L layers and E experts."""
+    """Return the task for ranks that serve a model with L layers and E experts for T steps."""
     steps, layers, experts = sizes
     return {
         "steps": steps,
@@ -209,13 +209,13 @@ def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:
     if choices % ranks:
         divisors = [str(number) for number in range(2, choices + 1) if choices % number == 0]
         raise UserError(
-            f"--dispatcher {_MOGE} needs --ranks that divide the {choices} choices per token, got {ranks}; "
+            f"--dispatcher {_MOGE} requires --ranks to divide the {choices} choices per token, got {ranks}; "
             f"use --ranks {' or '.join(divisors)}"
         )
 
 
 def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return T, L and E of the first steps of a trace on a selection of its layers, and the orders for its ranks."""
+    """Return T, L and E of the first steps of a trace on a selection of its layers, and the task for its ranks."""
     import numpy as np
 
     from eplb_core.heat.window import HeatError
@@ -224,11 +224,13 @@ def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any
     heat_TLE = read_heat(trace)
     if heat_TLE.dtype.kind == "f":
         raise HeatError(
-            f"{trace}: the trace has fractions of tokens, but the demo needs whole tokens; use a trace of token counts"
+            f"{trace}: the trace has fractional tokens, but the demo needs whole tokens; use a trace of token counts"
         )
     layers_L = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, _TRACE_LAYERS).round().astype(int))
     counts_TLE = heat_TLE[:steps, layers_L].astype(np.int64)
     if counts_TLE.sum() == 0:
-        raise HeatError(f"{trace}: the first {steps} steps hold no tokens; use more --steps or another trace")
+        raise HeatError(
+            f"{trace}: the first {steps} steps contain no tokens; use more --steps or another trace"
+        )
     orders = {"counts": counts_TLE, "hidden": _HIDDEN, "intermediate": _INTERMEDIATE}
     return counts_TLE.shape, orders

@@ -22,14 +22,14 @@ class RankDiedError(RuntimeError):
 def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, Any], None, None]:
     """Run rank processes and yield their reports as they arrive.
 
-    Raises ``RankDiedError`` if a rank fails. Closing the iterator ends the processes.
+    Raises ``RankDiedError`` if a rank fails. Closing the iterator terminates the processes.
 
     Parameters
     ----------
     program
         Module that each process runs.
     task
-        File with the orders for all ranks. Each rank's stderr is written next to it.
+        File with the task of all ranks. Each rank's stderr is written next to it.
     ranks
         R, the number of processes.
     """
@@ -52,7 +52,7 @@ def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, An
                         _stderr_file(task, rank).read_text().strip().splitlines()[-_SHOWN_STDERR_LINES:]
                     )
                     reason = " | ".join(last_lines) or "nothing on stderr"
-                    raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {reason}")
+                    raise RankDiedError(f"rank {rank} exited with code {process.returncode}: {reason}")
     finally:
         for process in processes:
             process.terminate()
@@ -76,7 +76,7 @@ def _start_rank(program: str, task: Path, rank: int) -> subprocess.Popen[str]:
 
 
 def _stderr_file(task: Path, rank: int) -> Path:
-    """Return the file for a rank's stderr, in the folder of its orders."""
+    """Return the file for a rank's stderr, in the folder of its task."""
     return task.with_name(f"rank{rank}.stderr")
 
 

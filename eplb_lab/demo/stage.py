@@ -40,7 +40,7 @@ Watch = Callable[[Scoreboard, str], None]
 
 
 class _DemoError(ValueError):
-    """The demo cannot be set up or ended early; the message gives the reason."""
+    """Raised if the demo cannot be set up or stops early. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Stage:
         missing = -(self.experts + self.redundant) % self.ranks
         if missing:
             raise _DemoError(
-                f"{self.experts} experts and {self.redundant} redundant slots do not fill {self.ranks} ranks evenly; "
-                f"use --redundant {self.redundant + missing}"
+                f"{self.experts} experts and {self.redundant} redundant slots cannot be split evenly over {self.ranks} "
+                f"ranks; use --redundant {self.redundant + missing}"
             )
 
     @property
@@ -140,7 +140,7 @@ def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
 def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:
     """Run the demo and return its scoreboard.
 
-    Raises ``RankDiedError`` if a rank fails, and ``_DemoError`` if the ranks end before the last step.
+    Raises ``RankDiedError`` if a rank fails, and ``_DemoError`` if the ranks exit before the last step.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
     program
         Module that each rank process runs.
     orders
-        Orders for the ranks in addition to those from the stage. Arrays are passed as files.
+        Fields of the ranks' task in addition to those from the stage. Arrays are passed as files.
     watch
         Callback for progress.
     """
@@ -163,7 +163,7 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
                     board.add(line)
                     watch(board, status)
         if board.steps < stage.steps:
-            raise _DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
+            raise _DemoError(f"the ranks exited after {board.steps} of {stage.steps} steps")
     return board
 
 
@@ -219,8 +219,9 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
 def device_text() -> str:
     """Return a line that explains the emulated step times."""
     return (
-        f"emulated: each rank represents an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, each token "
-        f"{DEVICE_TOKENS} tokens; a step takes as long as its hottest rank needs for the experts, by a cost curve"
+        f"emulated: each rank stands for an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, and each "
+        f"token stands for {DEVICE_TOKENS} tokens; according to a cost curve, a step takes as long as the experts of "
+        "its hottest rank"
     )
 
 
@@ -238,7 +239,7 @@ def _device() -> dict[str, float]:
 
 
 def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:
-    """Write the orders for the ranks to a file and return its path."""
+    """Write the ranks' task to a file and return its path."""
     # The demo runs without torch, so it does not import the rank programs. Their ``Task`` has the same keys.
     task = scratch / "task.json"
     shared: dict[str, object] = {

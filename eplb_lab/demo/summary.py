@@ -81,7 +81,7 @@ def complaint(board: Scoreboard, stage: Stage) -> str | None:
     if board.halted is not None:
         return f"a rank stopped balancing: {board.halted}"
     if board.layers_switched == 0 and stage.dispatcher != _MOGE:
-        return "no layer was switched; use more --steps or a trace with less even heat"
+        return "no layer was switched; use more --steps, or a trace with more uneven heat"
     return None
 
 
@@ -97,23 +97,23 @@ def table(figures: dict[str, Any]) -> Table:
     share = gain_ms / mean["without_agent"] if mean["without_agent"] else 0.0
     faster = rate["with_agent"] / rate["without_agent"] - 1 if rate["without_agent"] else 0.0
     rows = {
-        "PAR left alone": f"{static:.3f}",
+        "PAR unbalanced": f"{static:.3f}",
         "PAR balanced": f"{balanced:.3f}{noise}",
         "avoidable imbalance removed": f"{avoidable:.0%}",
         "layers switched": f"{figures['layers_switched']} times, while serving",
         "moved": f"{figures['experts_moved']} experts, {size_text(figures['bytes_moved'])}",
         "largest output difference": f"{figures['max_abs_output_diff']:.2g}"
         f"   (float32 rounding allows {figures['float32_rounding_bound']:.2g})",
-        "step left alone": f"{mean['without_agent']:.1f} ms   (emulated, mean)",
-        "step balanced": f"{mean['with_agent']:.1f} ms and {mean['agent']:.2f} ms of the agent, measured",
-        "balance earns": f"{gain_ms:+.1f} ms per step ({share:+.0%}), {faster:+.0%} tokens/s: "
+        "step unbalanced": f"{mean['without_agent']:.1f} ms   (emulated, mean)",
+        "step balanced": f"{mean['with_agent']:.1f} ms, plus {mean['agent']:.2f} ms for the agent, measured",
+        "balancing gains": f"{gain_ms:+.1f} ms per step ({share:+.0%}), {faster:+.0%} tokens/s: "
         f"{digits(rate['without_agent'])} to {digits(rate['with_agent'])}",
         "step times are": figures["device"],
         "steps x ranks x layers": f"{figures['steps']} x {figures['ranks']} x {figures['layers']}",
     }
     if "generated_bytes" in figures:
         same = "all identical to" if figures["generated_bytes_identical"] else "NOT identical to"
-        rows["generated"] = f"{figures['generated_bytes']} tokens, {same} the model left alone"
+        rows["generated"] = f"{figures['generated_bytes']} tokens, {same} the unbalanced model"
     shown = Table(title="Summary", show_header=False, title_justify="left", title_style="bold")
     for row in rows.items():
         shown.add_row(*row)

@@ -60,7 +60,7 @@ class Screen:
             self._last_line = time.monotonic()
             recent = max(0, board.steps - _RECENT_STEPS)
             self._console.print(
-                f"step {board.steps}/{self._steps}: PAR {board.par('still', recent):.3f} left alone, "
+                f"step {board.steps}/{self._steps}: PAR {board.par('still', recent):.3f} unbalanced, "
                 f"{board.par('live', recent):.3f} balanced; {board.layers_switched} layers switched, "
                 f"{size_text(board.total('bytes_received'))} moved",
                 highlight=False,
@@ -116,11 +116,11 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
     table = Table.grid(padding=(0, 3))
     cells = {
         "step": f"{board.steps}/{total_steps}",
-        "PAR left alone": f"{board.par('still', recent):.3f}",
+        "PAR unbalanced": f"{board.par('still', recent):.3f}",
         "PAR balanced": f"{board.par('live', recent):.3f}",
         "layers switched": str(board.layers_switched),
         "moved": f"{board.total('experts_received')} experts, {size_text(board.total('bytes_received'))}",
-        "step left alone / balanced": f"{still_ms.mean():.1f} / {live_ms.mean():.1f} ms",
+        "step unbalanced / balanced": f"{still_ms.mean():.1f} / {live_ms.mean():.1f} ms",
         "agent": f"{np.median(agent_ms):.2f} ms",
     }
     table.add_row(*(Text(name, style="dim") for name in cells))
@@ -131,7 +131,7 @@ def _figures_table(board: Scoreboard, total_steps: int) -> Table:
 def _layers_table(board: Scoreboard) -> Table:
     """Return one row per layer with the recent rank loads and PAR, unbalanced and balanced."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for heading in ("layer", "ranks left alone", "PAR", "ranks balanced", "PAR"):
+    for heading in ("layer", "ranks unbalanced", "PAR", "ranks balanced", "PAR"):
         table.add_column(heading, justify="right" if heading in ("layer", "PAR") else "left")
     loads = {kind: board.loads(kind, _RECENT_STEPS) for kind in ("still", "live")}
     for layer in range(board.layers):

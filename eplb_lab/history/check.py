@@ -107,13 +107,13 @@ def read_histories(folder: Path) -> dict[str, list[_RankHistory]]:
         history = _RankHistory(start["rank"], start["ranks"], lines)
         groups.setdefault(start["group"], []).append(history)
     if not groups:
-        raise HistoryError(f"{folder} holds no history; set EPLB_AGENT_HISTORY to a folder to record one")
+        raise HistoryError(f"{folder} contains no history; set EPLB_AGENT_HISTORY to a folder to record one")
     for group, histories in groups.items():
         histories.sort(key=lambda history: history.rank)
         ranks = [history.rank for history in histories]
         if ranks != list(range(histories[0].ranks)):
             raise HistoryError(
-                f"group {group}: there are histories of ranks {ranks} only; "
+                f"group {group}: only the histories of ranks {ranks} were found; "
                 f"collect the files of all {histories[0].ranks} ranks"
             )
     return groups
@@ -192,21 +192,21 @@ def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
                 continue
             first_rank, first = first_records.setdefault(name, (history.rank, record))
             if record != first:
-                yield f"{name}: rank {first_rank} recorded {first}, rank {history.rank} {record}"
+                yield f"{name}: rank {first_rank} recorded {first}, but rank {history.rank} recorded {record}"
 
 
 def _different_commits(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """Check that all ranks committed the same layers at the same steps, except for ranks that had ended by then."""
+    """Check that all ranks committed the same layers at the same steps, except for ranks that had exited by then."""
     longest = max(ranks, key=lambda history: len(history.of("commit")))
     expected_commits = longest.of("commit")
     for history in ranks:
         commits = history.of("commit")
         for commit, expected in zip(commits, expected_commits, strict=False):
             if commit != expected:
-                yield f"rank {history.rank} committed {commit}, rank {longest.rank} {expected}"
+                yield f"rank {history.rank} committed {commit}, but rank {longest.rank} committed {expected}"
         missed = expected_commits[len(commits) :]
         if missed and history.last_step > missed[0]["step"]:
-            yield f"rank {history.rank} never committed {missed[0]}, as rank {longest.rank} did"
+            yield f"rank {history.rank} never committed {missed[0]}, although rank {longest.rank} did"
 
 
 def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> Iterator[str]:
@@ -238,7 +238,7 @@ def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> 
                         False,
                         vote["plan"],
                     ):
-                        yield f"{label}: committed though rank {rank} had voted {ballot}"
+                        yield f"{label}: committed although rank {rank} had voted {ballot}"
             if generation != line["generation"]:
                 yield f"{label}: committed transfer {line['generation']} after transfer {generation} had begun"
             elif line["layer"] not in staged:
@@ -260,13 +260,13 @@ def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
         end = first + heat["steps"]
         label = f"rank {history.rank}: heat of steps {first} to {end - 1}"
         if first < reported_until:
-            yield f"{label} was reported after step {reported_until - 1} already"
+            yield f"{label} was reported again: steps up to {reported_until - 1} had already been reported"
         reported_until = end
         if any(first < step < end for step, _ in changes):
             yield f"{label} spans a switch"
         current_epochs = next(epochs for step, epochs in reversed(changes) if step <= first)
         if heat["layer_epochs"] != current_epochs:
-            yield f"{label} is reported under {heat['layer_epochs']}, was counted under {current_epochs}"
+            yield f"{label} was reported under {heat['layer_epochs']}, but counted under {current_epochs}"
 
 
 def main() -> None:

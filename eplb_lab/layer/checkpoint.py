@@ -113,9 +113,9 @@ class ExpertLoader:
             raise ValueError(f"has the unknown projection {projection!r}; it must be one of {names}")
         slots = self._slots_of.get(expert, [])
         if suffix == "weight_offset" and "weight_scale" in self._tensors:
-            # ModelSlim checkpoints contain offsets, which are zero if tokens are quantized individually.
+            # ModelSlim checkpoints contain offsets, which are zero if tokens are quantised individually.
             if tensor.any():
-                raise ValueError("must be zeros, because the layer's quantization is symmetric")
+                raise ValueError("must be zeros, because the layer's quantisation is symmetric")
             return len(slots)
         if suffix not in self._tensors:
             raise ValueError(
@@ -154,7 +154,7 @@ class ExpertLoader:
             tensor = tensor.squeeze(-1)
         elif shape != expected:
             rows = ", one scale for each output row" if target.ndim == 1 else ""
-            raise ValueError(f"must have the shape {expected}{rows}, got {shape}")
+            raise ValueError(f"must have shape {expected}{rows}, got {shape}")
         if split >= target.ndim:
             return tensor
         return tensor.narrow(split, self._tp_rank * target.shape[split], target.shape[split])

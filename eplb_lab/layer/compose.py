@@ -114,13 +114,13 @@ class LayerOptions:
     """
 
     max_rank_tokens: int | None = None
-    """Maximum number of tokens that a rank dispatches. If set, experts use the batched format, without quantization."""
+    """Maximum number of tokens that a rank dispatches. If set, experts use the batched format, without quantisation."""
 
     weigh_on_input: bool = False
     """Multiply the experts' inputs by the weights instead of their outputs; only for K = 1."""
 
     quantize_before_gather: bool = False
-    """Quantize tokens before they are gathered, so that fewer bytes are sent; only for W8A8 layers."""
+    """Quantise tokens before they are gathered, so that fewer bytes are sent; only for W8A8 layers."""
 
     mc2: MC2Variant | None = None
     """Variant of MC2's operators; defaults to the variant for the machine."""
@@ -256,7 +256,7 @@ class LayerPath:
     def check_distinct(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
         """Raise ``ValueError`` if a token chooses an expert twice and the path does not allow that.
 
-        Choices of -1 are not real and may repeat.
+        Padding choices (-1) may repeat.
         """
         if self.distinct_for is None:
             return
@@ -286,8 +286,8 @@ def _preparation(
     sizes = [member.size for member in (*groups, tp)]
     if prod(sizes) != group.size:
         raise ValueError(
-            f"layer {layer}: {name} gathers the tokens of {group.size} ranks, but the groups have "
-            f"{' x '.join(map(str, sizes))} ranks (dp_groups, then tp_group); they must cover every rank once"
+            f"layer {layer}: {name} gathers the tokens of {group.size} ranks, but dp_groups and tp_group have "
+            f"{' x '.join(map(str, sizes))} ranks; together, these groups must cover every rank exactly once"
         )
     return AllGatherPreparation(groups, tp, operators if options.quantize_before_gather else None)
 
@@ -302,8 +302,8 @@ def _mc2_limits(
     """
     if (mc2_group.rank, mc2_group.size) != (group.rank, group.size):
         raise ValueError(
-            f"layer {shape.layer}: mc2_group must have the ranks of ep_group, in which this is rank {group.rank} of "
-            f"{group.size}; in mc2_group it is rank {mc2_group.rank} of {mc2_group.size}"
+            f"layer {shape.layer}: mc2_group must have the same ranks as ep_group, but this is rank {group.rank} of "
+            f"{group.size} in ep_group, and rank {mc2_group.rank} of {mc2_group.size} in mc2_group"
         )
     if variant.buffer_megabytes is None:
         return None

@@ -61,11 +61,11 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
     heat_rows
         W, the number of steps that the heat rings hold.
     quantization
-        ``"none"``, ``"w8a8"`` or ``"w8a8_dynamic"``. W8A8 has int8 weights with one scale per output row, and quantizes
-        tokens on each call, with one scale per token. ``"w8a8"`` quantizes floating-point weights after they are
+        ``"none"``, ``"w8a8"`` or ``"w8a8_dynamic"``. W8A8 has int8 weights with one scale per output row, and quantises
+        tokens on each call, with one scale per token. ``"w8a8"`` quantises floating-point weights after they are
         loaded; ``"w8a8_dynamic"`` loads weights that are int8 already.
     dtype
-        Data type of the tokens, and of the weights unless they are quantized.
+        Data type of the tokens, and of the weights unless they are quantised.
     device
         Device of the layer's tensors.
     check_ids
@@ -183,8 +183,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             options = self._options
             if options.tp_group is not None or options.dp_groups:
                 raise ValueError(
-                    f"layer {self.shape.layer}: its tp_group and dp_groups belong to the old group; pass options with "
-                    "groups of the new one"
+                    f"layer {self.shape.layer}: tp_group and dp_groups belong to the old group; pass options with "
+                    "groups that belong to the new group"
                 )
         options.check(self._dispatchers, self._quantization)
         if experts is not None and (biases is not None) != (self._weights().w13_bias_SI is not None):
@@ -401,7 +401,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         return self._paths[dispatcher]
 
     def _checked_ids(self, path: LayerPath, batch: MicroBatch, phase: StepPhase | None) -> torch.Tensor:
-        """Validate a micro-batch and return its ids, int32 ``[T, K]``, with -1 for choices that are not real."""
+        """Validate a micro-batch and return its ids, int32 ``[T, K]``, with -1 for padding choices."""
         shape = self.shape
         tokens = batch.hidden_TH, batch.topk_ids_TK, batch.topk_weights_TK, batch.active
         check_ids = self._check_ids and phase is not StepPhase.DUMMY

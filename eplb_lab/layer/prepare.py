@@ -125,7 +125,7 @@ class MC2Preparation(All2AllPreparation):
         if length is None:
             length = max(count for (count,) in self._ep.gather_numbers(tokens, device=hidden_TH.device))
         elif tokens > length:
-            raise ValueError(f"MC2: {tokens} tokens are more than the step's common length of {length}")
+            raise ValueError(f"MC2: {tokens} tokens exceed the step's common length of {length}")
         # Each rank needs at least one token, because the operators do not support an empty batch.
         length = max(length + -length % tp_size, tp_size)
         return self._sliced(hidden_TH, routing, length, _rank_slice(self._tp, length), length // tp_size)
@@ -156,7 +156,7 @@ def _gather(
             )
         length = int(max(counts))
     elif tokens > length:
-        raise ValueError(f"gathering: {tokens} tokens are more than the step's common length of {length}")
+        raise ValueError(f"gathering tokens: {tokens} tokens exceed the step's common length of {length}")
     gathered_columns = unpack_rows(group.all_gather(_padded(packed_TB, length)), flat_columns)
     hidden_NH, *gathered = (
         rows.view(rows.shape[0], *column.shape[1:])
@@ -177,7 +177,7 @@ class AllGatherPreparation:
     tp
         Ranks that have the same tokens but different experts. Their partial sums are added last.
     quantize_with
-        Operators that quantize tokens to int8 before the gather, so that fewer bytes are sent (W8A8).
+        Operators that quantise tokens to int8 before the gather, so that fewer bytes are sent (W8A8).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class AllGatherPreparation:
     def prepare(
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
-        """Gather the tokens of all ranks, as int8 with their scales if they are quantized."""
+        """Gather the tokens of all ranks, as int8 with their scales if they are quantised."""
         dtype = hidden_TH.dtype
         gathered = [*routing]
         gathered.append(torch.ones(hidden_TH.shape[0], dtype=torch.bool, device=hidden_TH.device))

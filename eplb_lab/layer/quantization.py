@@ -1,4 +1,4 @@
-"""Quantization methods: the tensors to load, their conversion after loading, and the products of the experts."""
+"""Quantisation methods: the tensors to load, their conversion after loading, and the products of the experts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Unquantized:
         return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
 
     def _requantized(self, inner_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the rows of the second product, and their scales if they are quantized."""
+        """Return the rows of the second product, and their scales if they are quantised."""
         return inner_NI, None
 
     def _product(
@@ -136,15 +136,15 @@ class Unquantized:
 
 
 class W8A8(Unquantized):
-    """int8 weights with one scale per output row, and tokens quantized on each call with one scale per token.
+    """int8 weights with one scale per output row, and tokens quantised on each call with one scale per token.
 
-    Weights are loaded in floating point and quantized afterwards.
+    Weights are loaded in floating point and quantised afterwards.
     """
 
     quantizes_tokens = True
 
     def process_after_load(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-        """Quantize the weights unless they are already int8."""
+        """Quantise the weights unless they are already int8."""
         if weights.w13_scale_SI is not None:
             return weights
         w13_SIH, w13_scale_SI = _quantized(self._operators, weights.w13_SIH, dtype)
@@ -153,7 +153,7 @@ class W8A8(Unquantized):
         return replace(weights, w13_SIH=w13_SIH, w2_SHI=w2_SHI, **scales)
 
     def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
-        """Quantize the rows and multiply them as one group, ``[T, M]``."""
+        """Quantise the rows and multiply them as one group, ``[T, M]``."""
         if not rows_TK.shape[0]:
             return rows_TK.new_empty(0, matrix[0].shape[1])
         int8_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
@@ -192,7 +192,7 @@ def _quantized(
     rows_NK = weight_SMK.flatten(0, 1)
     int8_NK, scale_N = operators.npu_dynamic_quant(rows_NK)
     if _scale_dtype(dtype) != scale_N.dtype:
-        # Quantize again with the rounded scale. Otherwise its rounding error affects all weights of the row.
+        # Quantise again with the rounded scale. Otherwise its rounding error affects all weights of the row.
         scale_N = scale_N.to(dtype)
         steps_NK = rows_NK.float() / scale_N.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
         int8_NK = steps_NK.round().clamp(-127, 127).to(torch.int8)
@@ -203,12 +203,12 @@ _METHODS = {"none": Unquantized, "w8a8": W8A8, "w8a8_dynamic": W8A8Dynamic}
 
 
 def quant_method(layer: int, name: str, operators: Operators, activation: Activation) -> Unquantized:
-    """Return the quantization method called ``name``, for these operators and this activation.
+    """Return the quantisation method called ``name``, for these operators and this activation.
 
     Raises ``ValueError`` if there is no such method.
     """
     if name not in _METHODS:
         raise ValueError(
-            f"layer {layer}: the quantization {name!r} is not supported; use one of {', '.join(_METHODS)}"
+            f"layer {layer}: quantization {name!r} is not supported; use one of {', '.join(_METHODS)}"
         )
     return _METHODS[name](operators, activation)

@@ -58,7 +58,9 @@ class RankGroup:
         (4, 5, 6, 7).
         """
         if tp < 1 or self.size % tp:
-            raise ValueError(f"{self.size} ranks do not divide into tensor-parallel groups of {tp} ranks")
+            raise ValueError(
+                f"{self.size} ranks cannot be split evenly into tensor-parallel groups of {tp} ranks"
+            )
         if self._group is None or tp == 1:
             return self, RankGroup(None)
         ranks = dist.get_process_group_ranks(self._group)

@@ -74,7 +74,7 @@ class Router:
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k must be 1..{self.experts}, the number of experts, got {self.top_k}")
         if self.groups < 1 or self.experts % self.groups:
-            raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
+            raise ValueError(f"{self.experts} experts cannot be split evenly into {self.groups} groups")
         if not 1 <= self.top_groups <= self.groups:
             raise ValueError(
                 f"top_groups must be 1..{self.groups}, the number of groups, got {self.top_groups}"
@@ -86,9 +86,7 @@ class Router:
             )
         bias = self.correction_bias_E
         if bias is not None and bias.shape != (self.experts,):
-            raise ValueError(
-                f"the correction bias must have the shape [{self.experts}], got {list(bias.shape)}"
-            )
+            raise ValueError(f"the correction bias must have shape [{self.experts}], got {list(bias.shape)}")
 
     def __call__(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 weights and int32 ids, both ``[T, K]``, best choice first.
@@ -97,7 +95,7 @@ class Router:
         """
         if logits_TE.ndim != 2 or logits_TE.shape[1] != self.experts:
             raise ValueError(
-                f"router logits must have the shape [T, {self.experts}], got {list(logits_TE.shape)}"
+                f"router logits must have shape [T, {self.experts}], got {list(logits_TE.shape)}"
             )
         if self.custom is not None:
             weights_TK, ids_TK = self.custom(logits_TE, self.top_k)
@@ -160,7 +158,7 @@ def grouped_routing(groups: int) -> RoutingFunction:
 
 def _check_groups(experts: int, top_k: int, groups: int) -> None:
     if experts % groups or top_k % groups:
-        raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+        raise ValueError(f"{experts} experts and {top_k} choices cannot be split evenly into {groups} groups")
 
 
 def balanced_choices(
@@ -174,7 +172,7 @@ def balanced_choices(
 ) -> torch.Tensor:
     """Return choices that load the experts as evenly as possible, for runs that measure memory use.
 
-    No token chooses an expert twice. On each rank, the numbers of choices of any two experts differ by at most one. The
+    No token chooses an expert twice. On each rank, the choice counts of any two experts differ by at most one. The
     same is true of the sums over ranks with equal token counts, because each rank continues the sequence of the
     previous rank.
 
@@ -202,7 +200,7 @@ def balanced_choices(
     Raises
     ------
     ValueError
-        If K is not within 1..E, or if E or K does not divide into the groups.
+        If K is not within 1..E, or if E or K cannot be split evenly into the groups.
 
     Examples
     --------

@@ -132,14 +132,14 @@ class MoEShape:
         """
         ids_shape = list(topk_ids_TK.shape)
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
-            self._reject("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
+            self._reject("hidden", f"shape [T, {self.hidden}]", list(hidden_TH.shape))
         tokens = hidden_TH.shape[0]
         if len(ids_shape) != 2 or ids_shape[0] != tokens or ids_shape[1] < 1:
-            self._reject("topk_ids", f"the shape [{tokens}, K] with K >= 1", ids_shape)
+            self._reject("topk_ids", f"shape [{tokens}, K] with K >= 1", ids_shape)
         if list(topk_weights_TK.shape) != ids_shape:
-            self._reject("topk_weights", f"the shape {ids_shape}", list(topk_weights_TK.shape))
+            self._reject("topk_weights", f"shape {ids_shape}", list(topk_weights_TK.shape))
         if active is not None and list(active.shape) not in (ids_shape[:1], ids_shape):
-            self._reject("active", f"the shape {ids_shape[:1]} or {ids_shape}", list(active.shape))
+            self._reject("active", f"shape {ids_shape[:1]} or {ids_shape}", list(active.shape))
         is_floating = topk_weights_TK.is_floating_point()
         is_integer = topk_ids_TK.dtype in (torch.int32, torch.int64)
         is_mask = active is None or active.dtype == torch.bool
@@ -147,7 +147,7 @@ class MoEShape:
             ("hidden", hidden_TH, f"the layer's dtype {dtype}", hidden_TH.dtype == dtype),
             ("topk_ids", topk_ids_TK, "dtype int32 or int64", is_integer),
             ("topk_weights", topk_weights_TK, "a floating-point dtype", is_floating),
-            ("active", active, "the dtype torch.bool", is_mask),
+            ("active", active, "dtype torch.bool", is_mask),
         ):
             if tensor is not None and not fits:
                 self._reject(name, requirement, tensor.dtype)

@@ -41,7 +41,7 @@ class SharedExperts(ExpertTensors):
         The host's own module, which the two parts replace. If given, ``verify`` runs before the parts are used, on all
         tensor-parallel ranks together.
     quantization
-        Quantization method, as for a layer's experts.
+        Quantisation method, as for a layer's experts.
 
     Raises
     ------
@@ -66,12 +66,12 @@ class SharedExperts(ExpertTensors):
         hidden = weights.w2_SHI.shape[1]
         if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
             raise ValueError(
-                f"layer {layer}: shared experts' w13 must have the shape [1, 2*I, {hidden}], "
+                f"layer {layer}: shared experts' w13 must have shape [1, 2*I, {hidden}], "
                 f"got {list(weights.w13_SIH.shape)}"
             )
         if gate_H is not None and gate_H.shape != (hidden,):
             raise ValueError(
-                f"layer {layer}: shared experts' gate must have the shape [{hidden}], got {list(gate_H.shape)}"
+                f"layer {layer}: shared experts' gate must have shape [{hidden}], got {list(gate_H.shape)}"
             )
         super().__init__()
         self._method = quant_method(layer, quantization, operators, activation)
@@ -119,13 +119,13 @@ class SharedExperts(ExpertTensors):
         out_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
         if out_TH.shape != expected_TH.shape:
             raise ValueError(
-                f"layer {self.layer_index}: shared experts return the shape {list(expected_TH.shape)} in one piece, "
-                f"but {list(out_TH.shape)} in two parts; do not split them"
+                f"layer {self.layer_index}: shared experts return shape {list(expected_TH.shape)} when run whole, "
+                f"but {list(out_TH.shape)} when split in two; do not split them"
             )
         difference = float((out_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
         # A difference of NaN must fail as well.
         if not difference <= tolerance:
             raise ValueError(
-                f"layer {self.layer_index}: shared experts in two parts differ from the whole by {difference:.3g} "
-                f"of its norm (at most {tolerance:g} allowed); do not split them, or correct their weights"
+                f"layer {self.layer_index}: shared experts split in two differ from the whole by {difference:.3g} of "
+                f"its norm (at most {tolerance:g} is allowed); do not split them, or correct their weights"
             )

@@ -64,7 +64,7 @@ def checked_table(
     prefix = f"layer {layer}"
     if phy2log_RS.ndim != 2 or phy2log_RS.shape[0] != ranks:
         raise PlacementError(
-            f"{prefix}: phy2log must have the shape [{ranks} ranks, slots], got {list(phy2log_RS.shape)}"
+            f"{prefix}: phy2log must have shape [{ranks} ranks, slots], got {list(phy2log_RS.shape)}"
         )
     try:
         check_shape(experts, ranks, phy2log_RS.shape[1])
@@ -79,9 +79,7 @@ def checked_table(
         tables_RE = default_log2phy(phy2log_RS, experts, dealing_width)
         log2phy_E = tables_RE[0 if shared_tokens else rank]
     if log2phy_E.ndim not in (1, 2) or log2phy_E.shape[0] != experts:
-        raise PlacementError(
-            f"{prefix}: log2phy must have the shape [{experts}], got {list(log2phy_E.shape)}"
-        )
+        raise PlacementError(f"{prefix}: log2phy must have shape [{experts}], got {list(log2phy_E.shape)}")
     check_log2phy(log2phy_E, phy2log_RS, f"{prefix}: log2phy", deals=log2phy_E.ndim == 2)
     return log2phy_E
 
@@ -144,7 +142,7 @@ class EplbState(torch.nn.Module):
         received_S
             Token choices that each local slot computed.
         ids_N
-            Logical experts of this rank's own choices, or -1 for choices that are not real.
+            Logical experts of this rank's own choices, or -1 for padding choices.
         counts
             False to write zeros.
         """

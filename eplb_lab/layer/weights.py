@@ -40,7 +40,7 @@ Matrices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All tensors of S experts. If there are scales, weights are int8 and tokens are quantized as well."""
+    """All tensors of S experts. If there are scales, weights are int8 and tokens are quantised as well."""
 
     w13_SIH: torch.Tensor
     """``[S, 2*I, H]``: rows of the gate, then rows of the up projection."""
@@ -119,7 +119,7 @@ def _fill(layer: int, logical_S: list[int], source: ExpertSource, tensors: dict[
         for (name, tensor_S), value in zip(tensors.items(), source(expert), strict=True):
             if value.shape != tensor_S.shape[1:]:
                 raise ValueError(
-                    f"layer {layer}: {name} of expert {expert} must have the shape "
+                    f"layer {layer}: {name} of expert {expert} must have shape "
                     f"{list(tensor_S.shape[1:])}, got {list(value.shape)}"
                 )
             if not tensor_S.is_floating_point():

@@ -52,7 +52,7 @@ def expert_parallel(
     dispatcher
         Dispatcher of the tokens, as for ``ExpertParallelMoE``.
     quantization
-        Quantization of the experts.
+        Quantisation of the experts.
     dual_batch
         True to run each step's tokens through each MoE layer in two micro-batches.
     split
@@ -71,7 +71,8 @@ def expert_parallel(
     config = checkpoint.config
     if config.experts % expert_groups or config.top_k % expert_groups:
         raise ValueError(
-            f"{config.experts} experts and {config.top_k} choices per token do not divide into {expert_groups} groups"
+            f"{config.experts} experts and {config.top_k} choices per token cannot be split evenly into "
+            f"{expert_groups} groups"
         )
     dp_group, tp_group = RankGroup.of(ep_group).grid(tensor_parallel)
     layers = [

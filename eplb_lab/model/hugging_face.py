@@ -84,7 +84,7 @@ def serve_checkpoint(
     dispatcher
         Dispatcher of the tokens, as for ``ExpertParallelMoE``.
     quantization
-        Quantization of the experts.
+        Quantisation of the experts.
     split
         Split of an expert's tokens over its replicas, as in ``LayerOptions``.
     dealing_width
@@ -150,7 +150,7 @@ def _load_replicated(model: Any, config: Any, folder: Path) -> None:
     mismatch = model.load_state_dict(replicated, strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if missing := sorted(set(mismatch.missing_keys) - tied):
-        raise ValueError(f"{folder}: tensors are missing: {missing[0]} and {len(missing) - 1} more")
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}")
     if mismatch.unexpected_keys:
         raise ValueError(f"{folder}: the model has no tensor {mismatch.unexpected_keys[0]}")
     model.tie_weights()
@@ -173,7 +173,7 @@ def _check(config: Any, folder: Path) -> None:
     problems = {
         f"is a {config.model_type}; use qwen3_moe or deepseek_v2": config.model_type
         not in ("qwen3_moe", "deepseek_v2"),
-        f"is quantized ({quantized}), which is not supported; use an unquantized checkpoint": quantized
+        f"is quantised ({quantized}), which is not supported; use an unquantised checkpoint": quantized
         is not None,
         f"has the activation {config.hidden_act}; use silu": config.hidden_act != "silu",
         f"chooses experts by {method}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
@@ -185,14 +185,14 @@ def _check(config: Any, folder: Path) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of each tensor, in ``SERVING_DTYPE``. Raises ``ValueError`` if one is quantized."""
+    """Yield the name and value of each tensor, in ``SERVING_DTYPE``. Raises ``ValueError`` if one is quantised."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor = file.get_tensor(name)
                 if not tensor.is_floating_point() or tensor.itemsize == 1:
                     raise ValueError(
-                        f"{path}: {name} has the dtype {tensor.dtype}, which is not supported; use an unquantized model"
+                        f"{path}: {name} has dtype {tensor.dtype}, which is not supported; use an unquantised model"
                     )
                 yield name, tensor.to(SERVING_DTYPE)
 

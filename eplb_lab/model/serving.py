@@ -1,4 +1,4 @@
-"""Serving of requests on one rank: prompts that change with the phase, batched decoding, and sampling."""
+"""Serve requests on one rank: prompts that change with the phase, batched decoding, and sampling."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def attend_to_the_past(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 
 def _linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
-    """Return a linear layer whose random weights keep the standard deviation of the input, multiplied by ``scale``."""
+    """Return a randomly initialised linear layer. The output's standard deviation is ``scale`` times the input's."""
     linear = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(linear.weight, std=scale * inputs**-0.5)
     return linear

@@ -33,7 +33,7 @@ _Output = TypeVar("_Output")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Orders for a rank, read from a JSON file that ``eplb_lab.demo.stage`` writes.
+    """Task of a rank, read from a JSON file that ``eplb_lab.demo.stage`` writes.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Twins:
     Parameters
     ----------
     task
-        Orders for the rank.
+        Task of the rank.
     rank
         Index of the rank.
     group

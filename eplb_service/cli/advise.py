@@ -61,7 +61,7 @@ def advise(
         None,
         f"GPU or NPU whose cost curve is used to estimate times: {', '.join(GPUS)}; needs --model.",
     ),
-    model: str | None = option(None, f"Model that gives the shape of the experts: {', '.join(MODELS)}."),
+    model: str | None = option(None, f"Model that determines the shape of the experts: {', '.join(MODELS)}."),
     workers: int | None = WORKERS,
     out: Path | None = OUT,
     json: bool = JSON,
@@ -137,7 +137,7 @@ def _check_shape(heat: Path, trace: Trace, shape: ModelShape, model: str | None)
     if (trace.experts, trace.layers) != (shape.experts, shape.layers):
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"{heat} has {trace.layers} layers x {trace.experts} experts, but {shape.name} has {shape.layers} x "
-            f"{shape.experts}; of --model {model}, only the size of an expert is used"
+            f"{shape.experts}; --model {model} therefore determines only the size of an expert"
         )
 
 
@@ -152,7 +152,7 @@ def _window_width(window: int | None, steps: int) -> int:
 
 
 def _slot_counts(trace: Trace, ranks: int, redundant: str | None) -> list[int]:
-    """Return the numbers of slots per rank to try: from ``--redundant``, or the minimum and up to three larger ones."""
+    """Return the slot counts per rank to try: from ``--redundant``, or the minimum and up to three larger counts."""
     if redundant is not None:
         return slots_of_redundant(trace.experts, ranks, redundant)
     minimum = -(-trace.experts // ranks)
@@ -216,7 +216,7 @@ def _print_tables(console: Console, advice: Advice, has_times: bool) -> None:
         "MoE ms": lambda setting: figure(setting.moe_ms),
         "PAR": lambda setting: figure(setting.par),
         "net ms": lambda setting: figure(setting.net_ms) if has_times else None,
-        "moved in 100 steps": lambda setting: figure(setting.moved_per_100_steps, ".1%"),
+        "moved per 100 steps": lambda setting: figure(setting.moved_per_100_steps, ".1%"),
     }
 
     def slots_label(setting: Option) -> str:

@@ -1,4 +1,4 @@
-"""``eplb calibrate``: fit a cost curve to this machine's expert kernel, or to a table of measurements."""
+"""``eplb calibrate``: fit a cost curve to this machine's expert kernel, or to a measurement table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from eplb_service.cli.output import output_console, print_json, table_of
 _PROGRAM = "eplb_lab.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
 _TIMING = "Timing this machine's kernel"
-_TABLE = "From a table of measurements"
+_TABLE = "From a measurement table"
 
 
 @takes_options()
@@ -53,15 +53,15 @@ def calibrate(
         "Parquet table of MoE kernel times, as in aiconfigurator-core; nothing is timed.",
         section=_TABLE,
     ),
-    experts: int | None = option(None, "Experts of the layer, if the table contains several numbers.", min=1),
+    experts: int | None = option(None, "Experts of the layer, if the table contains several values.", min=1),
     top_k: int | None = option(
-        None, "Experts that a token chooses, if the table contains several numbers.", min=1
+        None, "Experts that a token chooses, if the table contains several values.", min=1
     ),
-    kernel: str | None = option(None, "kernel_source, if the table contains several."),
+    kernel: str | None = option(None, "kernel_source, if the table contains several values."),
     out: Path = option(help="Write the curve to this .json file.", section=RESULTS),
     json: bool = JSON,
 ) -> None:
-    """Fit a cost curve: the time of a rank's experts for the tokens in each of its slots.
+    """Fit a cost curve: the time that a rank's experts take for the tokens in each of its slots.
 
     Without --table, the command times this machine's expert kernel on a grid of busy slots and tokens; do this before
     serving. With --table, it fits published measurements. Every fourth measurement is held out. A curve that does not
@@ -82,7 +82,7 @@ def calibrate(
         )
     elif hidden is None or inter is None:
         raise UserError(
-            "give --hidden and --inter of the model's experts, or a table of measurements with --table"
+            "give --hidden and --inter of the model's experts, or a measurement table with --table"
         )
     else:
         task = {

@@ -62,8 +62,8 @@ class Connection:
                 raise UserError(_reason(error)) from error
             except WireError as error:
                 raise UserError(
-                    f"the service at {self.address} sent an invalid response: {error}; check that its version fits "
-                    "this command's"
+                    f"the service at {self.address} sent an invalid response: {error}; check that its version "
+                    "matches this command's"
                 ) from error
 
     def _diagnose(self) -> str:

@@ -65,7 +65,7 @@ class ReadingOptions:
         "Expert in each slot [layers, slots], for tokens by slot; matched by layer number if the file has numbers.",
     )
     experts: int | None = option(
-        None, "Logical experts per layer, if the file does not contain the number.", min=1
+        None, "Logical experts per layer, if the file does not state the number.", min=1
     )
     batch: int | None = option(
         None,
@@ -73,7 +73,7 @@ class ReadingOptions:
         min=1,
     )
     top_k: int | None = option(
-        None, "Experts that a token chooses, if the routes do not contain the number.", min=1
+        None, "Experts that a token chooses, if the routes do not state the number.", min=1
     )
 
     def reading(self) -> ReadAs:
@@ -136,7 +136,7 @@ class RankOptions:
         Raises ``UserError`` if the nodes or token groups do not match the number of ranks.
         """
         if self.ranks % self.token_group:
-            raise UserError(f"--token-group {self.token_group} does not divide {self.ranks} ranks")
+            raise UserError(f"--token-group {self.token_group} does not divide the {self.ranks} ranks evenly")
         nodes_R = trace.facts.nodes_R if len(trace.facts.nodes_R) == self.ranks else (0,) * self.ranks
         if self.nodes is not None:
             nodes_R = self._nodes([entry.strip() for entry in self.nodes.split(",")])
@@ -169,7 +169,7 @@ class SlotOptions:
     )
 
     def counts(self, experts: int, ranks: int) -> list[int]:
-        """Return the numbers of slots per rank to try.
+        """Return the slot counts per rank to try.
 
         Raises ``UserError`` if a number of redundant experts cannot be spread evenly over the ranks.
         """
@@ -205,8 +205,8 @@ def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:
     for redundant in whole_numbers("--redundant", text, minimum=0):
         if (experts + redundant) % ranks:
             raise UserError(
-                f"{experts} experts and {redundant} redundant ones do not spread evenly over {ranks} ranks; "
-                f"use --redundant {-experts % ranks} or that plus a multiple of {ranks}"
+                f"{experts} experts and {redundant} redundant ones cannot be split evenly over {ranks} ranks; "
+                f"use --redundant {-experts % ranks}, or add a multiple of {ranks} to it"
             )
         counts.append((experts + redundant) // ranks)
     return counts

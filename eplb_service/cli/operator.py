@@ -148,7 +148,7 @@ def lead(service: Connection, deployment: str = NAME, json: bool = JSON) -> None
 def forget(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Remove a deployment whose ranks are gone, with its history, metrics, alerts, and paused state."""
     _ask(service, "Forget", operator_pb2.ForgetRequest(deployment=deployment))
-    _report(json, f"{deployment} is forgotten", deployment=deployment, forgotten=True)
+    _report(json, f"{deployment} has been forgotten", deployment=deployment, forgotten=True)
 
 
 @takes_options()

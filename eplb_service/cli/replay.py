@@ -168,9 +168,9 @@ def policies_of(text: str) -> tuple[str, ...]:
     available = (*NAMES, *registered())
     unknown = [name for name in names if name not in available and ":" not in name]
     if unknown or not names:
-        shown = ", ".join(map(repr, unknown)) or "no policy"
+        shown = ", ".join(map(repr, unknown)) or "nothing"
         raise UserError(
-            f"--policy names {shown}; choose among {', '.join(available)}, or give module:function"
+            f"--policy contains {shown}; choose from {', '.join(available)}, or use module:function"
         )
     return names
 

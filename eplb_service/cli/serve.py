@@ -53,7 +53,7 @@ def serve(
     """Run the control plane that agents connect to.
 
     A flag takes precedence over its environment variable (--log-level over EPLB_LOG_LEVEL), and the variable over the
-    file of --config ($EPLB_CONFIG).
+    --config file ($EPLB_CONFIG).
     """
     try:
         settings = load_settings(flags, config)
@@ -67,8 +67,8 @@ def serve(
         if flags.get("auth_token") is not None:
             _log.warning(
                 "token_on_command_line",
-                reason="every user of this machine can read the token of --auth-token in the list of processes; "
-                "pass a file of credentials with --credentials, or set EPLB_AUTH_TOKEN",
+                reason="every user on this machine can read the --auth-token value in the process list; "
+                "pass a credentials file with --credentials, or set EPLB_AUTH_TOKEN",
             )
         asyncio.run(serve_until_stopped(settings, _announce))
     except LeaseLostError as error:

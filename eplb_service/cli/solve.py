@@ -99,7 +99,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Heat and deployment, which are solved with different settings."""
+    """A problem to solve with different settings: heat and deployment."""
 
     window: Window
     slots: int
@@ -201,8 +201,8 @@ def _print_alternatives(console: Console, report: Mapping[str, Any]) -> None:
     if report["split"] is not None:
         net_ms = report["ms_after"] + report["split_ms"]
         console.print(
-            f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step, so {net_ms:.3f} ms in total. A "
-            f"placement for tables, without the stepwise split, takes {report['ms_by_tables']:.3f} ms."
+            f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step, so the total is {net_ms:.3f} ms. "
+            f"A placement for tables, without the stepwise split, takes {report['ms_by_tables']:.3f} ms."
         )
     if report["par_after_split_even"] is not None:
         console.print(

@@ -155,7 +155,7 @@ class _Grid:
 
 
 def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Parse the values of --set, by setting. Raises ``UserError`` if a name or a value is invalid."""
+    """Parse the --set values into a dict keyed by setting. Raises ``UserError`` if a name or a value is invalid."""
     excluded = {"policy", "threads", "cost_curve"}
     settings = {field.name: field for field in offline_options() if field.name not in excluded}
     choices: dict[str, list[Any]] = {}
@@ -164,7 +164,7 @@ def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
         setting = settings.get(name.strip().replace("-", "_"))
         if not equals or setting is None or setting.name in choices:
             raise UserError(
-                f"--set is {text!r}; expected NAME=VALUE,VALUE with each name only once; names are "
+                f"--set is {text!r}; expected NAME=VALUE,VALUE with each name only once; the names are "
                 f"{', '.join(settings)}"
             )
         choices[setting.name] = list(
@@ -235,7 +235,7 @@ def _print(
         by_trace.setdefault(row["trace"], []).append(row)
         by_label.setdefault(row["label"], []).append(row)
     stopped = "; stopped early, unfinished replays omitted" if interrupted else ""
-    console.print(f"traces {len(by_trace)}, choices {len(by_label)}{stopped}")
+    console.print(f"{len(by_trace)} traces, {len(by_label)} choices{stopped}")
     for trace, trace_rows in by_trace.items():
         console.print(figures_table(trace_rows, str(trace)), soft_wrap=False)
     if len(by_trace) > 1:

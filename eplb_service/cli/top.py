@@ -52,7 +52,7 @@ _LINES_BESIDE_MAP = 21
 _LINES_BESIDE_COMPACT_MAP = 7
 _MIN_MAP_ROWS = 5
 _MAX_COMPACT_ITEMS = 2
-"""Maximum number of problems, and of ranks with trouble, that the compact view shows. Any others are only counted."""
+"""Maximum number of problems, and of troubled ranks, listed in the compact view. The rest are only counted."""
 _MAX_PLAN_LAYERS = 5
 """Maximum number of layers of the last plan that are shown."""
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]

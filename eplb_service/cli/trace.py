@@ -1,4 +1,4 @@
-"""``eplb trace``: inspect, record, convert, slice and synthesize heat traces."""
+"""``eplb trace``: inspect, record, convert, slice and synthesise heat traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ trace = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Inspect, record, convert, slice, or synthesize heat traces.",
+    help="Inspect, record, convert, slice, or synthesise heat traces.",
 )
 trace.command(cls=HelpCommand)(record)
 
@@ -123,7 +123,7 @@ def synth(
     seed: int = option(0, "Seed; the same seed gives the same trace.", min=0),
     json: bool = JSON,
 ) -> None:
-    """Synthesize a trace with static, drifting, phased or bursty heat."""
+    """Synthesise a trace with static, drifting, phased or bursty heat."""
     check_trace_output(out)
     check_fits_memory(steps * layers * experts * _SYNTHESIS_BYTES)
     heat_TLE = synthetic_heat(one_of("--kind is", kind, KINDS), steps, layers, experts, tokens, top_k, seed)

@@ -30,7 +30,7 @@ def record(
     out: Path = option(help=f"Trace to write, a {TRACE_SUFFIX} folder."),
     steps: int | None = option(None, "Stop after this number of steps.", min=1),
     seconds: float | None = option(None, "Stop after this number of seconds.", min=0.1),
-    append: bool = option(False, "Append to the trace at --out if it fits.", "--append"),
+    append: bool = option(False, "Append to the trace at --out if its shape matches.", "--append"),
     json: bool = JSON,
 ) -> None:
     """Record the heat that a deployment serves from now on.
@@ -112,8 +112,8 @@ class _Recording:
             )
         elif self.served is not None and self.served.shape != shape:
             raise UserError(
-                f"{self.path}: {self.deployment} was restarted with a different shape than this trace has; the "
-                f"{self.steps} new steps are kept, so record the rest into another file"
+                f"{self.path}: {self.deployment} was restarted with another shape than this trace has; the "
+                f"{self.steps} new steps are kept, so record the rest to another file"
             )
         else:
             recorder.begin_again()
@@ -179,7 +179,7 @@ def _record_message(recording: _Recording, message: operator_pb2.WatchHeatRespon
     if kind == "served":
         return recording.begin(decode_served(message.served))
     if served is None or recorder is None:
-        raise WireError("heat arrived before the layout that it was counted under")
+        raise WireError("heat arrived before the layout under which it was counted")
     if kind == "switched":
         switched = decode_switched(message.switched, served.shape)
         recorder.place(switched.layer, switched.epoch, switched.phy2log_RS, switched.log2phy_RE)

@@ -21,7 +21,8 @@ Balance:
     served, from rank loads that the ranks measured.
   gauge eplb_par_planned{deployment,layer} Peak-to-average ratio that the last committed plan promised for a layer.
   gauge eplb_deployment_par_realised{deployment} Mean of eplb_par_realised over the layers.
-  gauge eplb_deployment_par_planned{deployment} Ratio that the last decision expects from then on, mean over the layers.
+  gauge eplb_deployment_par_planned{deployment} Ratio that the last decision promised for the next steps, mean over the
+    layers.
   gauge eplb_deployment_par_seen{deployment} Ratio that the last decision observed in its window, mean over the layers.
   gauge eplb_noise_floor{deployment,layer} Ratio that token sampling gives a perfectly balanced layer, computed by the
     last decision.
@@ -81,20 +82,20 @@ Agents and heat:
   gauge eplb_agent_heat_ring_bytes{deployment} Memory for the heat counters of a rank's layers, maximum over the
     connected ranks; absent if no rank reports it.
   counter eplb_steps_received{deployment} Steps with the heat of every rank.
-  counter eplb_steps_lost{deployment} Steps that are missing the heat of at least one rank.
+  counter eplb_steps_lost{deployment} Steps for which the heat of at least one rank is missing.
   gauge eplb_empty_steps{deployment} Consecutive newest steps in which no rank counted a token, although these were
     not dummy steps.
   gauge eplb_dummy_steps{deployment} Consecutive newest steps that were dummies on all ranks.
   gauge eplb_dropped_steps{deployment} Steps that connected agents have dropped since their Hello, over all ranks.
   gauge eplb_heat_one_in{deployment} N if ranks send one of N reports; above 1 if the service cannot process more heat.
   counter eplb_agent_calls{deployment} Calls of the agents by their hosts between forward passes, over all ranks.
-  counter eplb_agent_call_seconds{deployment} Time of the models that these calls took, over all ranks.
+  counter eplb_agent_call_seconds{deployment} Time that these calls took from the models, over all ranks.
   counter eplb_agent_vote_seconds{deployment} Share of that time in votes, that is, waits for the slowest rank, and
     commits.
 The service:
   gauge eplb_build_info{version} Constant 1, with the running version as a label.
   gauge eplb_leader_term{} Leader term of this service. Ranks follow the service with the highest term.
-  gauge eplb_leads{} 1 while this service leads, 0 while it waits for another one.
+  gauge eplb_leads{} 1 while this service leads, 0 while another service leads.
   gauge eplb_deployments{} Number of known deployments.
   gauge eplb_problems{deployment} Number of problems; `eplb status` lists them.
   counter eplb_refusals{code} Rejected calls by gRPC status. The log names the callers, at a limited rate.
@@ -194,7 +195,7 @@ class Metrics:
             (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
     def expect(self, deployment: str, results: Sequence[str], outcomes: Sequence[str]) -> None:
-        """Initialize a deployment's counters to 0, so that the first event is visible as an increase."""
+        """Initialise a deployment's counters to 0, so that the first event is visible as an increase."""
         for kind, name, labels, _ in self._rows:
             if kind == "counter" and labels == ("deployment",):
                 self.count(name, deployment, by=0)

@@ -95,7 +95,7 @@ def test_only_functions_that_no_longer_fit_a_patch_cannot_be_allowed(engine, sou
     assert ("no longer fit toy_engine:State.step" in str(refusal.value)) is not fits
     if fits:
         differs = compat.require("Toy", "1.2.3", fingerprints, patches, allow_unverified=True)
-        assert differs.startswith("Toy 1.2.3 is served unverified: functions that")
+        assert differs.startswith("running with Toy 1.2.3 unverified: functions that")
         assert "State.step" in differs
     else:
         with pytest.raises(UnsupportedEngineError):
@@ -167,7 +167,7 @@ def test_a_source_tree_has_the_same_fingerprints_as_an_installed_engine(engine, 
     (tmp_path / "toy_engine.py").write_text(source.replace("c=1, ", "").replace("return 1", "return 2"))
     fingerprints["toy_engine:gone"] = fingerprints["toy_engine:State.near"]
     assert engine_fingerprints.moved(tmp_path, fingerprints) == {
-        "toy_engine:State.near": "has another body",
+        "toy_engine:State.near": "has a different body",
         "toy_engine:State.step": "takes (a, b, rest, named)",
         "toy_engine:gone": "is missing",
     }

@@ -198,7 +198,7 @@ def resumed(dispatch):
     host.agent.restore(reversed_placement, "the test changes the placement")
     host.agent.resume()
     dense = [tensor[0].clone() for tensor in metadata.tensors()]
-    host.drain("the engine releases its memory")
+    host.drain("the engine is releasing its memory")
     for tensor in (*metadata.tensors(), metadata.physical_to_logical_map_cpu, host._heat.passes):
         (tensor[fakes.DENSE_LAYERS :] if tensor.dim() else tensor).fill_(3)
     host.resume()

@@ -270,7 +270,7 @@ def test_a_search_that_reaches_its_limit_is_logged(monkeypatch, caplog):
     layer = module()
     layer.kept = [[number] for number in range(100)]
     check(layer)
-    assert "ended early, at kept" in caplog.text
+    assert "stopped early, at kept" in caplog.text
 
 
 def test_a_search_at_its_maximum_depth_continues_elsewhere(monkeypatch):

@@ -241,7 +241,7 @@ def asleep():
     host.step(is_dummy=False)
     rings = host._heat
     host.keep_other_tables([draft, state])
-    host.drain("the engine sleeps")
+    host.drain("the engine is going to sleep")
     lost = [
         *(state.physical_to_logical_map, state.logical_to_physical_map, state.logical_replica_count),
         *(rings.passes, rings._pass_number, rings._row, *rings._rings_WLX),

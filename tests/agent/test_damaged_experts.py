@@ -73,7 +73,7 @@ def test_a_changed_expert_is_reported_and_rejected_as_a_source() -> None:
         assert reported["forgotten"] is None
         assert reported["reads while drained"] == (False, 0)
         if rank == 1:
-            assert "of rank 1 has changed while it was served" in reported["damaged"]
+            assert "of rank 1 changed while it was in use" in reported["damaged"]
             assert reported["source"] == reported["damaged"]
         elif reported["holds"]:
             assert "differs from its replica on rank" in reported["damaged"]

@@ -113,7 +113,7 @@ def test_layers_that_share_tokens_require_a_token_group() -> None:
 def test_layers_that_gather_from_all_ranks_require_one_token_group() -> None:
     errors = run_ranks(4, _shared_tokens, "pairs")
     assert all(
-        "gather the tokens of all ranks, but these are in the token groups [0, 1]" in error
+        "gather the tokens of all ranks, but the ranks are in the token groups [0, 1]" in error
         for error in errors
     )
 

@@ -74,8 +74,8 @@ def test_an_unaltered_history_has_no_violations(recorded: Path) -> None:
         ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 recorded"),
         ("start", 0, {"digest": 3}, "started from different placements"),
         ("heat", 2, {"layer_epochs": [9, 9]}, "is reported under [9, 9]"),
-        ("heat", 2, {"first_step": 0}, "was reported after step"),
-        ("heat", -1, {"steps": 0, "first_step": 1}, "was reported after step"),
+        ("heat", 2, {"first_step": 0}, "was reported again: steps up to"),
+        ("heat", -1, {"steps": 0, "first_step": 1}, "was reported again: steps up to"),
     ],
 )
 def test_one_altered_record_is_detected(kind, which, facts, violation, recorded, tmp_path) -> None:
@@ -87,15 +87,15 @@ def test_a_commit_without_the_vote_of_one_rank_is_detected(recorded: Path, tmp_p
     votes = ranks[1].of("vote")
     deciding = next(index for index, vote in enumerate(votes) if vote["decision"] == "COMMIT")
     broken = _changed(recorded, tmp_path, "vote", deciding, progress="TRANSFERRING")
-    assert any("committed though rank 1 had voted" in violation for violation in broken)
+    assert any("committed although rank 1 had voted" in violation for violation in broken)
     late = _changed(recorded, tmp_path, "vote", deciding, step=9_999)
     assert any(f"vote {votes[deciding]['number']}" in violation for violation in late)
 
 
 def test_missing_and_incomplete_histories_are_rejected(recorded: Path, tmp_path: Path) -> None:
-    with pytest.raises(HistoryError, match="holds no history"):
+    with pytest.raises(HistoryError, match="contains no history"):
         read_histories(tmp_path)
     history = next(iter(recorded.glob("rank-0*.jsonl")))
     (tmp_path / history.name).write_bytes(history.read_bytes())
-    with pytest.raises(HistoryError, match=r"there are histories of ranks \[0\] only"):
+    with pytest.raises(HistoryError, match=r"only the histories of ranks \[0\] were found"):
         read_histories(tmp_path)

@@ -122,4 +122,4 @@ def _not_counting() -> str:
 
 def test_a_host_that_stops_counting_is_reported() -> None:
     reported = run_ranks(2, _not_counting)
-    assert all("no valid count of heat for" in error for error in reported)
+    assert all("no valid heat counts for" in error for error in reported)

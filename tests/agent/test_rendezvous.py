@@ -100,7 +100,7 @@ def _fails_to_meet(mismatch: str) -> str:
         ("dealing", "width differ: rank 0 has 1, rank 1 has 4"),
         (
             "entries",
-            "rank 1: log2phy must have the shape [8], or [8, entries] with at most 64 entries; got [8, 65]",
+            "rank 1: log2phy must have shape [8], or [8, entries] with at most 64 entries; got [8, 65]",
         ),
         ("host", "rank 1: 'NoneType' object is not callable"),
         ("backend", "rank 0: transfer_backend nccl moves experts between cuda devices"),

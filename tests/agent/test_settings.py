@@ -11,11 +11,11 @@ from worker_agent.settings import AgentSettings
 @pytest.mark.parametrize(
     ("data_host", "reason"),
     [
-        ("", "'' is not a host"),
-        ("10.0.0.7:29500", "'10.0.0.7:29500' is not a host; use a host name or an IP address without a port"),
-        ("http://worker-1", "is not a host"),
-        ("0.0.0.0", "means every address of this host; use the address that other ranks connect to"),
-        ("::", "means every address"),
+        ("", "without a port, got ''"),
+        ("10.0.0.7:29500", "expected a host name or an IP address without a port, got '10.0.0.7:29500'"),
+        ("http://worker-1", "without a port, got 'http://worker-1'"),
+        ("0.0.0.0", "stands for every address of this host; use the address that other ranks connect to"),
+        ("::", "stands for every address"),
     ],
 )
 def test_a_data_host_that_no_rank_can_connect_to_is_rejected(

@@ -183,7 +183,7 @@ def test_a_call_off_is_queued_after_its_plan() -> None:
             "rank 0 slot 0 gets its weights from slot 0, which does not hold its expert in layer 0",
         ),
         (0, (0, 0, 0), (0, 0, 0), False, "does not match the digest of token group 0"),
-        (0, (0, 1, 1), (0, 1, 2), False, "0 digests for 1 token groups of several ranks"),
+        (0, (0, 1, 1), (0, 1, 2), False, "a digest for each of the 1 token groups of several ranks, got 0"),
         (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay"),
     ],
 )
@@ -236,7 +236,7 @@ def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, 
         while scene.service.calls < 3:
             time.sleep(0.01)
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"rank 1: no stream to {scene.address}: the token is wrong"]
+    assert messages == [f"rank 1: no control stream to {scene.address}: the token is wrong"]
 
 
 @pytest.mark.parametrize("stuck", ["beat", "installed"])

@@ -214,7 +214,7 @@ def test_a_policy_that_never_responds_is_stopped(
     assert contest.failures[1]["why"].endswith("took more than 0.2 s of CPU time")
     contest._limit_seconds = 60.0
     assert contest._ask("one", Dies, scene) is None
-    assert contest.failures[2]["why"].endswith("its process ended with code 3")
+    assert contest.failures[2]["why"].endswith("its process exited with code 3")
     assert contest._ask("one", Stays, scene) is not None
 
 

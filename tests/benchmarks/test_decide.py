@@ -72,7 +72,7 @@ def test_rows_name_the_pace_of_plans_and_slower_plans_balance_worse() -> None:
     assert [row.policy for row in rows] == [
         "none",
         "ours, at once",
-        "ours, at the pace of 8 layers, 40 ms a step",
+        "ours, at the pace of 8 layers, 40 ms per step",
     ]
     none, at_once, paced = rows
     assert at_once.par < paced.par < none.par

@@ -94,7 +94,7 @@ def test_a_stream_is_read_token_by_token_with_arrival_times() -> None:
     [
         ("refuse", "status 500: no room"),
         ("break", "the server reports {'message': 'engine died'}"),
-        ("abc", "3 of 4 tokens came"),
+        ("abc", "3 of 4 tokens arrived"),
     ],
 )
 def test_a_failed_request_is_reported_in_its_answer(prompt: str, message: str) -> None:

@@ -62,7 +62,7 @@ def test_options_are_in_their_sections_and_arguments_are_named(capsys):
     shown = help_of(capsys, "calibrate")
     assert (
         "--device"
-        in shown.partition("Timing this machine's kernel:")[2].partition("From a table of measurements:")[0]
+        in shown.partition("Timing this machine's kernel:")[2].partition("From a measurement table:")[0]
     )
 
 

@@ -45,7 +45,7 @@ def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
     ("arguments", "shown"),
     [
         ("solve --help", "at which a layer is left unchanged (cherry-picking)"),
-        ("serve --listen nowhere", "setting listen: an address is host:port"),
+        ("serve --listen nowhere", "setting listen: expected host:port"),
     ],
 )
 def test_help_works_without_docstrings(arguments, shown):

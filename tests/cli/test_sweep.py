@@ -36,7 +36,7 @@ def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     tables = printed.partition("\nPAR: ")[0]
     assert max(map(len, tables.splitlines())) <= 80
     assert "…" not in printed
-    assert printed.startswith("traces 2, choices 8\n")
+    assert printed.startswith("2 traces, 8 choices\n")
     assert printed.count("flashlb, 5 slots,") == 2 * 4 + 4
     assert "mean over traces" in printed
     assert TUESDAY in printed

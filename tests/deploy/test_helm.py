@@ -214,7 +214,7 @@ def test_the_notes_name_the_service_of_the_release():
     (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
     assert "EPLB_AGENT_SERVICE=mine.moe:50551" in notes
     assert "deploy/mine 9464" in notes
-    assert "Nothing scrapes its metrics" in notes
+    assert "Nothing scrapes the metrics" in notes
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ OF_THE_MODEL = {
     "MoE layers whose dispatch changed after the model was loaded",
     "a router that picks different replicas for the same tokens",
     "a quantised expert whose tensors vLLM-Ascend replaces during serving",
-    " keeps its experts in other NPU formats than rank 0",
+    ", whose experts have other NPU formats than those of rank 0",
     " with experts in NPU formats ",
     "MoE layers of ",
 }

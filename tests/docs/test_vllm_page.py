@@ -60,7 +60,7 @@ def test_service_doctor_and_operator_commands_of_the_page_work(shell):
         service.wait(60)
     assert status == 0, findings
     assert re.search(r"^ok +service +localhost:\d+ answers$", findings, re.MULTILINE)
-    assert re.search(r"^ok +experts there and back ", findings, re.MULTILINE)
+    assert re.search(r"^ok +expert round trip ", findings, re.MULTILINE)
     assert "FAILED" not in findings
 
 

@@ -43,14 +43,14 @@ def examine_with(fault):
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        (dict, [("experts there and back", OK), ("captured graph", SKIPPED)]),
+        (dict, [("expert round trip", OK), ("captured graph", SKIPPED)]),
         (corrupt_a_byte, [("experts arrive", FAILED)]),
         (graph_with_stale_memory, [("captured graph", FAILED)]),
     ],
     ids=["healthy", "a corrupt byte", "a graph that reads stale memory"],
 )
 def test_experts_survive_the_round_trip_or_the_fault_is_reported(fault, found):
-    met = [("ranks meet", OK)]
+    met = [("rendezvous", OK)]
     for findings in run_ranks(2, examine_with, fault):
         assert [(finding.name, finding.verdict) for finding in findings] == met + found
 
@@ -80,7 +80,7 @@ def test_a_healthy_installation_passes_every_check(installed):
     installed.patch.setenv("VLLM_PLUGINS", "other,eplb_agent")
     findings = list(doctor.environment())
     assert {finding.verdict for finding in findings} == {OK}
-    assert [finding.name for finding in findings] == ["versions", "functions of Toy", "service"]
+    assert [finding.name for finding in findings] == ["versions", "Toy functions", "service"]
     assert "numpy" in findings[0].text
 
 
@@ -131,7 +131,11 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         (agent_not_installed, "plugin", "no entry point eplb_agent is installed"),
         (variables(EPLB_AGENT_DEPLOYMNT="a"), "variables", "no effect; did you mean EPLB_AGENT_DEPLOYMENT?"),
         (service_not_set, "service", "an installed agent does nothing"),
-        (variables(EPLB_AGENT_SERVICE="http://a:1"), "settings", "http://a:1 is a URL: write host:port"),
+        (
+            variables(EPLB_AGENT_SERVICE="http://a:1"),
+            "settings",
+            "expected host:port, got the URL http://a:1",
+        ),
         (variables(EPLB_AGENT_VOTE_INTERVAL="0"), "settings", "EPLB_AGENT_VOTE_INTERVAL: Input should be"),
         (
             variables(EPLB_AGENT_SERVICE="a:1", EPLB_AGENT_AUTH_TOKEN="b"),
@@ -140,10 +144,10 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         ),
         (variables(EPLB_AGENT_TLS_CA="/no/ca.pem"), "service", "credentials cannot be read"),
         (variables(EPLB_AGENT_AUTH_TOKEN_FILE="/no/token"), "service", "credentials cannot be read"),
-        (service_is_down, "service", "127.0.0.1:9 does not answer within 0.2 s (in plain text"),
-        (unknown_release, "functions of Toy", "Toy 2.0. The agent was never tested with this release"),
-        (unknown_release_allowed, "functions of Toy", "Toy 2.0 is served unverified"),
-        (engine_import_fails, "functions of Toy", "cannot be imported here: ImportError: libcudart.so.13"),
+        (service_is_down, "service", "127.0.0.1:9 did not respond within 0.2 s (in plain text"),
+        (unknown_release, "Toy functions", "Toy 2.0. The agent was never tested with this release"),
+        (unknown_release_allowed, "Toy functions", "running with Toy 2.0 unverified"),
+        (engine_import_fails, "Toy functions", "cannot be imported here: ImportError: libcudart.so.13"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -223,7 +227,7 @@ class FakeProcess:
         self.returncode = returncode
         if stdout is not None:
             self.started.append((command, env))
-            stdout.write(b'[{"name": "ranks meet", "verdict": "ok", "text": ""}]')
+            stdout.write(b'[{"name": "rendezvous", "verdict": "ok", "text": ""}]')
 
     def poll(self):
         return self.returncode
@@ -242,7 +246,7 @@ def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, 
 @pytest.mark.parametrize(
     ("count", "found", "started"),
     [
-        (2, ("ranks meet", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
+        (2, ("rendezvous", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
         (1, ("devices", OK, "2 ranks on 1 cuda"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
         (0, ("devices", FAILED, "torch sees no cuda"), []),
     ],

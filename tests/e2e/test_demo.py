@@ -102,7 +102,7 @@ def test_the_balanced_model_generates_the_bytes_of_the_unbalanced_one(tmp_path: 
     assert figures["layers_switched"] >= 4
     assert figures["par_balanced"] < figures["par_static"] - 0.1
     assert figures["max_abs_output_diff"] <= figures["float32_rounding_bound"]
-    assert "all identical to the model left alone" in " ".join(shown.replace("│", " ").split())
+    assert "all identical to the unbalanced model" in " ".join(shown.replace("│", " ").split())
 
 
 @pytest.mark.slow
@@ -156,9 +156,9 @@ def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--redundant", "3"], "do not fill 4 ranks evenly; use --redundant 4"),
+        (["--redundant", "3"], "cannot be split evenly over 4 ranks; use --redundant 4"),
         (["--dispatcher", "carrier-pigeon"], "unknown dispatcher 'carrier-pigeon'"),
-        (["--quant", "int3"], "unknown quantization 'int3'; choose one of none, w8a8"),
+        (["--quant", "int3"], "unknown quantisation 'int3'; choose one of none, w8a8"),
         (["--trace", "missing.npz"], "missing.npz"),
         (["--json", "out.txt"], "must end in .json"),
         (["--ranks", "1"], "--ranks"),

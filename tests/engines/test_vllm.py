@@ -310,4 +310,4 @@ def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     assert infos.count("eplb-agent balances 3 MoE layers of 8 experts over 2 ranks of 6 slots") == 1
     ignored = [line for line in by_level["WARNING"] if "settings of vLLM's own balancer are ignored" in line]
     assert [line.partition("--help): ")[2] for line in ignored] == ["use_async=False"]
-    assert warnings.count("no stream to 127.0.0.1:1") >= 2
+    assert warnings.count("no control stream to 127.0.0.1:1") >= 2

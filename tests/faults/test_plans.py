@@ -40,7 +40,7 @@ def test_stale_duplicate_partial_and_malformed_plans_do_no_harm(tmp_path: Path) 
         service.send(service.plans(second, 0, seed=7), 0, 2)
         assert {rank for rank, _ in service.hear(ACCEPTED, 2)} == {0, 2}
         reasons = [status.reason for _, status in service.hear(ABORTED, 2)]
-        assert "not all ranks held the plan within 30 steps" in reasons
+        assert "not all ranks received the plan within 30 steps" in reasons
 
         service.send(service.plans(second, 0, seed=8), 0, 1)
         service.send(service.plans(second, 1, seed=9), 2)

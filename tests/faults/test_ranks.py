@@ -20,7 +20,7 @@ def test_all_ranks_abort_a_stalled_transfer_and_the_next_one_succeeds(tmp_path: 
     with Scene(tmp_path, transfer_timeout_seconds=5.0) as scene:
         scene.wait_for_switches()
         scene.ask("stall-next-transfer", 1)
-        scene.wait_for_word("Connection closed", "Timed out", "not done within")
+        scene.wait_for_word("Connection closed", "Timed out", "did not finish within")
         scene.wait_for_metric("eplb_plans_total", 1, outcome="aborted")
         scene.wait_for_switches()
         facts = scene.end_well()

@@ -147,7 +147,9 @@ def test_a_request_longer_than_the_context_is_rejected() -> None:
 
 def test_groups_that_do_not_divide_the_choices_are_rejected(tmp_path: Path) -> None:
     weights = Checkpoint(write_small_model(tmp_path / "small"))
-    with pytest.raises(ValueError, match="8 experts and 2 choices per token do not divide into 4 groups"):
+    with pytest.raises(
+        ValueError, match="8 experts and 2 choices per token cannot be split evenly into 4 groups"
+    ):
         expert_parallel(weights, Placement.linear(2, 8, 4, 2), None, expert_groups=4)
 
 

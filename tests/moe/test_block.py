@@ -96,7 +96,7 @@ def test_a_call_can_select_the_dispatcher_and_the_common_length():
     torch.testing.assert_close(block(hidden_TH, logits(6), dispatcher="mc2", length=13), wanted_TH)
     with pytest.raises(ValueError, match=r"dispatcher must be one.*got 'moge'"):
         block(hidden_TH, logits(6), dispatcher="moge")
-    with pytest.raises(ValueError, match="MC2: 12 tokens are more than the step's common length of 4"):
+    with pytest.raises(ValueError, match="MC2: 12 tokens exceed the step's common length of 4"):
         block(hidden_TH, logits(6), dispatcher="mc2", length=4)
     assert int(layer.load_counter) == 2
 
@@ -117,7 +117,7 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
     assert counts.max() - counts.min() <= 1
     with pytest.raises(ValueError, match=r"top_k must be 1\.\.6"):
         balanced_choices(tokens, 6, 7, torch.device("cpu"))
-    with pytest.raises(ValueError, match="6 experts and 4 choices do not divide into 3 groups"):
+    with pytest.raises(ValueError, match="6 experts and 4 choices cannot be split evenly into 3 groups"):
         balanced_choices(tokens, 6, 4, torch.device("cpu"), groups=3)
 
 

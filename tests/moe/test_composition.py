@@ -125,7 +125,7 @@ def test_a_layer_enforces_the_limits_of_mc2_and_a_separate_group():
         with pytest.raises(ValueError, match="layer 3: MC2 needs a process group that nothing else uses"):
             layer_on(case, group, options=options)
         with pytest.raises(
-            ValueError, match=r"layer 3: mc2_group must have the ranks.*in mc2_group it is rank 0 of 1"
+            ValueError, match=r"layer 3: mc2_group must have the same ranks.*rank 0 of 1 in mc2_group"
         ):
             layer_on(case, group, options=options, mc2_group=RankGroup(None))
         layer = layer_on(case, group, options=options, mc2_group=group.twin("mc2"))

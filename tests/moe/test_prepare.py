@@ -64,5 +64,5 @@ def test_gathering_gives_every_rank_all_tokens(counts: list[int], kind: str):
 
 
 def test_more_tokens_than_the_common_length_are_rejected():
-    with pytest.raises(ValueError, match="gathering: 5 tokens are more than the step's common length of 4"):
+    with pytest.raises(ValueError, match="gathering tokens: 5 tokens exceed the step's common length of 4"):
         AllGatherPreparation([ALONE], ALONE).prepare(*tokens_of(0, 5), length=4)

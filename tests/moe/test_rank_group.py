@@ -54,7 +54,7 @@ def neighbours() -> list[list[int]]:
 def test_consecutive_ranks_share_tokens(eight_ranks: Ranks):
     wanted = [[[rank % 4, 4 + rank % 4], [*range(rank - rank % 4, rank - rank % 4 + 4)]] for rank in range(8)]
     assert eight_ranks.run(neighbours) == wanted
-    with pytest.raises(ValueError, match="1 ranks do not divide into tensor-parallel groups of 2"):
+    with pytest.raises(ValueError, match="1 ranks cannot be split evenly into tensor-parallel groups of 2"):
         RankGroup(None).grid(2)
 
 

@@ -70,9 +70,9 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"phy2log_RS": np.zeros((2, 2), dtype=np.int32)}, "phy2log must have the shape"),
+        ({"phy2log_RS": np.zeros((2, 2), dtype=np.int32)}, "phy2log must have shape"),
         ({"biases": None}, "pass biases if, and only if, the layer has biases"),
-        ({"experts": seeded_experts(replace(ALONE, hidden=9).shape)}, "must have the shape"),
+        ({"experts": seeded_experts(replace(ALONE, hidden=9).shape)}, "must have shape"),
         ({"options": LayerOptions(split="dice")}, "got 'dice'"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_rejected_regrouping_leaves_the_layer_unchanged(change, said):
 def test_process_groups_of_the_old_ranks_are_rejected():
     layer = made(ALONE, RankGroup(None), options=LayerOptions(tp_group=RankGroup(None)))
     given = ALONE.placement(), seeded_experts(ALONE.shape, ALONE.seed)
-    with pytest.raises(ValueError, match="layer 3: its tp_group and dp_groups belong to the old group"):
+    with pytest.raises(ValueError, match="layer 3: tp_group and dp_groups belong to the old group"):
         layer.regroup(None, *given, biases=ALONE.biases)
     layer.regroup(None, *given, biases=ALONE.biases, options=LayerOptions())
     torch.testing.assert_close(layer(*ALONE.step(0)), made(ALONE, RankGroup(None))(*ALONE.step(0)))

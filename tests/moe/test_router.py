@@ -74,12 +74,12 @@ def test_routing_equals_the_slow_twin_for_every_setting(router: Router, seed: in
     [
         ({"top_k": 0}, r"top_k must be 1\.\.6"),
         ({"top_k": 7}, r"top_k must be 1\.\.6, the number of experts, got 7"),
-        ({"experts": 5}, r"router logits must have the shape \[T, 5\], got \[3, 6\]"),
-        ({"top_k": 3, "custom": grouped_routing(2)}, "6 experts and 3 choices do not divide into 2"),
-        ({"groups": 4}, "6 experts do not divide into 4 groups"),
+        ({"experts": 5}, r"router logits must have shape \[T, 5\], got \[3, 6\]"),
+        ({"top_k": 3, "custom": grouped_routing(2)}, "6 experts and 3 choices cannot be split evenly into 2"),
+        ({"groups": 4}, "6 experts cannot be split evenly into 4 groups"),
         ({"groups": 3, "top_groups": 4}, r"top_groups must be 1\.\.3, the number of groups, got 4"),
         ({"groups": 3, "top_k": 3}, r"top_k must be 1\.\.2, the number of experts in 1 groups, got 3"),
-        ({"correction_bias_E": torch.zeros(5)}, r"the correction bias must have the shape \[6\], got \[5\]"),
+        ({"correction_bias_E": torch.zeros(5)}, r"the correction bias must have shape \[6\], got \[5\]"),
     ],
 )
 def test_invalid_router_settings_are_rejected(changed: dict[str, object], message: str):

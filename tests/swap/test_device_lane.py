@@ -113,7 +113,7 @@ def test_a_lane_that_cannot_be_aborted_keeps_its_memory(aborts, monkeypatch) -> 
     monkeypatch.setattr(lane_module, "_LOST_LANES", kept)
     log: list[str] = []
     lane = _lane(log, lambda: False, aborts=aborts)
-    with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"did not finish within 0\.3 s"):
         lane.exchange([], [_parcel(1)], Deadline(0.3))
     lane.retire()
     assert log == ["meet 1", "exchange", "mark", "leave", "abort"]
@@ -165,7 +165,7 @@ def test_a_hanging_transfer_thread_is_reported(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(transfer, "_LATE_SECONDS", 0.0)
     _start(worker, 2, 1, 0, 0, 2, 5)
     time.sleep(0.1)
-    assert worker.failing == "the transfer thread has missed its deadline and does not answer"
+    assert worker.failing == "the transfer thread has missed its deadline and does not respond"
     hung.set()
     worker.close()
     assert worker.failing == "the transfer thread has died"
@@ -211,7 +211,7 @@ def test_a_late_transfer_also_fails_on_a_rank_without_moves(monkeypatch) -> None
     _start(worker, 1, 1, 0, 2, 2, 5)
     result = _result(worker)
     worker.close()
-    assert result.error == "transfer of layer 0 failed: not done within 0.05 s"
+    assert result.error == "transfer of layer 0 failed: did not finish within 0.05 s"
     assert log == ["retire", "retire"]
 
 
@@ -236,6 +236,6 @@ def test_a_peer_with_a_different_size_is_rejected_before_device_work_is_queued()
     host = FakeHost(log)
     host.sends = 5
     lane = _DeviceLane(FakeGroup(log), host, lambda: FakeMark(log, lambda: True))
-    with pytest.raises(ValueError, match="rank 1 sends 5 bytes, this rank expects 4"):
+    with pytest.raises(ValueError, match="expected 4 bytes from rank 1, which sends 5"):
         lane.exchange([_parcel(2)], [_parcel(1)], Deadline(5))
     assert log == ["meet 1", "meet 2"]

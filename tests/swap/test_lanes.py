@@ -110,9 +110,9 @@ def _mismatched_sizes() -> tuple[str, float]:
 def test_experts_of_different_sizes_raise_an_error_on_both_ranks() -> None:
     (first, _), (second, _) = run_ranks(2, _mismatched_sizes)
     assert first.startswith(
-        "rank 1 sends 96 bytes, this rank expects 64: their experts differ in dtype or shape"
+        "expected 64 bytes from rank 1, which sends 96: the experts of the two ranks differ in dtype or shape"
     )
-    assert second.startswith("rank 0 sends 64 bytes, this rank expects 96")
+    assert second.startswith("expected 96 bytes from rank 0, which sends 64")
 
 
 def _late() -> float:

@@ -138,8 +138,8 @@ def test_a_process_without_the_secret_is_not_accepted_as_a_peer(monkeypatch: pyt
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(attempt, [first, second])) == [
-            "a process that is not a member connected to rank 0 as rank 1",
-            "a process that is not a member connected to rank 1 as rank 0",
+            "a process outside the group connected to rank 0, claiming to be rank 1",
+            "a process outside the group connected to rank 1, claiming to be rank 0",
         ]
 
 

@@ -28,7 +28,11 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
         (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still under way"),
         (replace(NEW, transfer_runs=True), PLAN, "still running"),
         (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, but this rank serves epoch 0"),
-        (NEW, PLAN._replace(base_digest=5), "from another placement of epoch 0 than this rank serves"),
+        (
+            NEW,
+            PLAN._replace(base_digest=5),
+            "starts from the placement with digest 0x5 in epoch 0, but this rank serves",
+        ),
     ],
 )
 def test_a_rejected_plan_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
@@ -50,7 +54,7 @@ def test_a_plan_checked_against_an_outdated_placement_is_rejected() -> None:
     [
         (HELD, "another rank voted to abort"),
         (HELD.with_pause("the host sleeps"), "the host sleeps"),
-        (HELD.at_step(9), "not all ranks held the plan within 8 steps"),
+        (HELD.at_step(9), "not all ranks received the plan within 8 steps"),
     ],
 )
 def test_a_dropped_plan_reports_the_first_reason(machine: SwitchState, reason: str) -> None:

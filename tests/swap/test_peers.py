@@ -105,7 +105,7 @@ def test_a_failure_to_answer_is_reported_and_the_retry_is_answered() -> None:
 
     second.peers._answer = fail_once
     assert first.peers.ask([1], b"i0", 20.0) == {1: b"+"}
-    assert second.peers.complaint == "a peer's question was not answered: MemoryError: no memory to answer"
+    assert second.peers.complaint == "failed to answer a peer: MemoryError: no memory to answer"
 
 
 def test_only_members_can_open_links() -> None:
@@ -168,7 +168,7 @@ def test_broken_links_between_live_ranks_are_reported_and_reopened() -> None:
     end_links(first)
     wait_until(lambda: first.peers._links._links.get(1) not in (None, before))
     assert first.peers.unlinked() == second.peers.unlinked() == []
-    wait_until(lambda: "the link to rank 1 has ended and was opened again" in (first.peers.complaint or ""))
+    wait_until(lambda: "the link to rank 1 was lost and has been reopened" in (first.peers.complaint or ""))
     assert "the link to rank 0 has ended" in (second.peers.complaint or "")
 
 

@@ -72,12 +72,12 @@ def test_every_part_runs_on_a_cpu(name, capsys, monkeypatch):
 def test_only_device_findings_of_the_doctor_decide_the_round_trip():
     findings = [
         {"name": "service", "verdict": FAILED, "text": "no service is named"},
-        {"name": "experts there and back", "verdict": "ok", "text": "133 MB"},
+        {"name": "expert round trip", "verdict": "ok", "text": "133 MB"},
     ]
-    assert of_round_trip(json.dumps(findings)) == "experts there and back: 133 MB"
+    assert of_round_trip(json.dumps(findings)) == "expert round trip: 133 MB"
     findings[1] |= {"verdict": FAILED, "text": "bytes differ"}
     for output, reason in (
-        (json.dumps(findings), "experts there and back: bytes differ"),
+        (json.dumps(findings), "expert round trip: bytes differ"),
         (json.dumps(findings[:1]), "did not test the devices"),
         ("Traceback\nno torch", "no torch"),
     ):

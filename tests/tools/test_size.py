@@ -88,7 +88,7 @@ def test_a_stop_may_be_a_whole_module() -> None:
         (
             [("eplb_core/wire/plan.py", "Plan"), ("eplb_service/io/other.py", "other")],
             (),
-            "no connection from eplb_core/wire/plan.py:Plan to eplb_service/io/other.py:other",
+            "does not connect eplb_core/wire/plan.py:Plan to eplb_service/io/other.py:other",
         ),
         ([("eplb_core/wire/plan.py", "Plan")], ("RankPlan",), "uses RankPlan"),
     ],

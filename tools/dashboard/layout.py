@@ -51,7 +51,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the whole dashboard."""
+    """Return the dashboard."""
     datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     variables = [
         {**datasource, "current": {}, "hide": 0},
@@ -61,7 +61,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "eplb",
         "title": "Expert-parallel load balance",
-        "description": "Balance of every deployment, layer and rank, what was decided, and what moved.",
+        "description": "Balance, decisions and moves of every deployment, layer and rank.",
         "tags": ["eplb"],
         "editable": True,
         "graphTooltip": 1,

@@ -7,7 +7,7 @@ from pathlib import Path
 _DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES_PATH = _DEPLOY / "kubernetes/monitoring/rules.yaml"
 _HEAD = """\
-# Made from deploy/prometheus/rules.yml by `python -m tools.dashboard`.
+# Generated from deploy/prometheus/rules.yml by `python -m tools.dashboard`.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:

@@ -66,7 +66,7 @@ def notebook_page() -> str:
             printed = "".join(output.get("text", ()))
             # Embed the chart as a separate image, so that its styles do not affect the page.
             image = base64.b64encode(picture.encode()).decode()
-            drawn = f'<img alt="the chart" src="data:image/svg+xml;base64,{image}">'
+            drawn = f'<img alt="chart" src="data:image/svg+xml;base64,{image}">'
             sections.append(drawn if picture else f"```text\n{printed}```")
     heading = sections.pop(1)
     return "\n\n".join([heading, *sections]) + "\n"

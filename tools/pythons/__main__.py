@@ -91,7 +91,9 @@ assert solution.par_after < solution.par_before, solution
 def main() -> None:
     """Build the wheels, try each Python and each extra, and exit with 1 if any of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.pythons", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=VERSIONS, help="Pythons to try, such as 3.10")
+    parser.add_argument(
+        "--only", nargs="*", default=VERSIONS, help="Pythons to try, such as 3.10; all by default"
+    )
     parser.add_argument("--pythons-alone", action="store_true", help="skip the docs pages and the extras")
     options = parser.parse_args()
     began = time.monotonic()

@@ -30,7 +30,7 @@ def main() -> None:
     welcome = stream.welcome
     stream.close(5.0)
     if welcome is None:
-        sys.exit(f"the service at {service} has not welcomed the agent within {PATIENCE_SECONDS:g} s")
+        sys.exit(f"the service at {service} did not welcome the agent within {PATIENCE_SECONDS:g} s")
     print(f"connected, heartbeat {welcome.heartbeat_seconds:g} s")
 
 

@@ -1,4 +1,4 @@
-"""Run the commands of README, tutorial, files.md and vllm.md in an environment that is installed as these pages say.
+"""Run the commands of README, tutorial, files.md and vllm.md in an environment installed as these pages describe.
 
 The pages mark their code blocks. ``sh install`` installs the packages, ``sh`` runs a command, ``sh service`` starts a
 service, and ``sh operator`` queries it. ``sh rank`` and ``sh wheel`` need an engine with torch, so tests run them.
@@ -35,7 +35,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """Copy the files that git knows, or does not ignore, into ``folder/checkout``."""
+    """Copy the files that git tracks, and untracked files that it does not ignore, into ``folder/checkout``."""
     listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT)
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -66,7 +66,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     (checkout / "example/example.py").write_text(example)
     shell("python example/example.py", checkout, environment)
     shell("\n".join(tutorial), checkout, environment)
-    # The page reads a recording by another program, which eplb-service does not include, so write one.
+    # The page reads a recording made by another program. eplb-service does not ship that recording, so create it.
     run([sys.executable, "-c", _RECORDING], cwd=checkout)
     for script in blocks(FILES, "sh"):
         shell(script, checkout, environment)
@@ -95,7 +95,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
     # The pages do not name a store, so the service creates it in the user's state folder.
     settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}", "XDG_STATE_HOME": str(checkout / "state")}
     with (checkout / "service.log").open("w") as log:
-        # The shell executes the service in its own process, so that terminating it terminates the service.
+        # The shell execs the service, so that terminating the shell's process terminates the service.
         last = localise(script).rindex("eplb serve")
         process = subprocess.Popen(
             [BASH, "-ec", localise(script)[:last] + "exec " + localise(script)[last:]],
@@ -119,7 +119,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
             )
             # The service must answer that no rank has joined.
             if "decode" not in done.stderr or "Traceback" in done.stderr:
-                raise FailedError(f"{page}: {query} ended with {done.returncode}:\n{done.stderr}")
+                raise FailedError(f"{page}: {query} exited with {done.returncode}:\n{done.stderr}")
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -129,7 +129,7 @@ def check_keys(checkout: Path) -> None:
     """Check that git ignores the keys and tokens that the pages create. Raises ``FailedError`` otherwise."""
     keys = [path for pattern in ("*.key", "*.token") for path in checkout.rglob(pattern)]
     if not keys:
-        raise FailedError("the pages created no keys")
+        raise FailedError("the pages' commands created no keys")
     for key in keys:
         # git exits with 1, without naming the file, if it does not ignore the file. Check files one at a time.
         run(["git", "check-ignore", str(key.relative_to(checkout))], cwd=ROOT)
@@ -156,7 +156,7 @@ def check_excerpt(shown: str) -> None:
     )
     for line in excerpt.splitlines():
         if line.removesuffix(" ...") not in shown:
-            raise FailedError(f"{README} shows the line {line!r}; eplb advise prints:\n{shown[:500]}")
+            raise FailedError(f"{README} shows the line {line!r}, but eplb advise prints:\n{shown[:500]}")
 
 
 def shell(script: str, checkout: Path, environment: Path) -> str:

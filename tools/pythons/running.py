@@ -81,14 +81,14 @@ def run(
             raise FailedError(f"{' '.join(command)[:300]} did not finish within {SECONDS:g} s") from error
     if done.returncode or "Traceback" in done.stderr:
         output = (done.stderr or done.stdout).strip()[-1500:]
-        raise FailedError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{output}")
+        raise FailedError(f"{' '.join(command)[:300]} exited with {done.returncode}:\n{output}")
     return done.stdout
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until the process accepts connections at an address.
 
-    Raises ``FailedError`` with the end of the log if the process ends before or the time is over.
+    Raises ``FailedError`` with the end of the log if the process exits first or the time is over.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + SECONDS

@@ -244,7 +244,7 @@ def require(
         reason = f"The agent was never tested with this release. {reason}"
     fatal = [mismatch for mismatch in differences if mismatch.fatal]
     if allow_unverified and not fatal:
-        return f"{engine} {version} is served unverified: {reason[0].lower()}{reason[1:]}"
+        return f"running with {engine} {version} unverified: {reason[0].lower()}{reason[1:]}"
     remedy = f"Install {engine} {', '.join(sorted(known, key=_order))} or a newer agent"
     if fatal:
         reason += f". The agent's patches no longer fit {', '.join(mismatch.target for mismatch in fatal)}"

@@ -98,4 +98,4 @@ def _warn_of_misspelt_names() -> None:
         from worker_agent.settings import misspelt
 
         for complaint in misspelt(os.environ):
-            _log.warning("eplb-agent does nothing because EPLB_AGENT_SERVICE names no service: %s", complaint)
+            _log.warning("eplb-agent does nothing because EPLB_AGENT_SERVICE is not set: %s", complaint)

@@ -53,7 +53,7 @@ def move_and_back(layer: LiveLayer) -> None:
             pairs = [(buffer[row], weight[slot]) for row, slot in enumerate(slots)]
             if not all(torch.equal(bytes_of(expected), bytes_of(actual)) for expected, actual in pairs):
                 raise UnsupportedEngineError(
-                    f"MoE layers in which tensor {kind} of an expert does not keep the bytes written to it",
+                    f"MoE layers in which tensor {kind} of an expert does not retain the bytes written to it",
                     "Its experts share memory, or are not stored as separate tensors",
                     "Report this model and its quantisation",
                 )

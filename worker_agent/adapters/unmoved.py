@@ -83,7 +83,7 @@ def refuse_unmoved(
     values = list(search)
     if search.cut is not None:
         log.warning(
-            "the search for tensors of experts ended early, at %s; the remaining values were not examined",
+            "the search for expert tensors stopped early, at %s; the remaining values were not examined",
             search.cut,
         )
     examiner = _Examiner(weights, slots, exempt_names, tables)

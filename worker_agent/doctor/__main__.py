@@ -195,7 +195,7 @@ def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
     except (IndexError, ValueError):
         return [
             Finding(
-                "ranks", FAILED, f"rank {rank} ended: {errors.strip()[-500:] or 'without an error message'}"
+                "ranks", FAILED, f"rank {rank} exited: {errors.strip()[-500:] or 'without an error message'}"
             )
         ]
     return [Finding(**entry) for entry in entries]
@@ -222,8 +222,8 @@ def environment() -> Iterator[Finding]:
     yield from _engines(allow_unverified=settings is not None and settings.allow_unverified_engine)
     if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
         text = (
-            "EPLB_AGENT_SERVICE names no service, so an installed agent does nothing and the engine uses its own "
-            "balancer: set it to host:port"
+            "EPLB_AGENT_SERVICE is not set, so an installed agent does nothing and the engine uses its own "
+            "balancer; set it to host:port"
         )
         yield Finding("service", FAILED, text)
     elif settings is not None:
@@ -239,7 +239,7 @@ def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
         if package not in installed or _REPLACED_BY.get(package) in installed:
             continue
         yield from _plugin(engine, variable, plugin)
-        name = f"functions of {engine}"
+        name = f"{engine} functions"
         try:
             adapter = importlib.import_module(f"worker_agent.adapters.{package}.hooks")
             differences = adapter.check_release(allow_unverified)
@@ -249,7 +249,7 @@ def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
             yield Finding(name, FAILED, f"{package} cannot be imported here: {type(error).__name__}: {error}")
         else:
             verdict = WARNING if differences else OK
-            yield Finding(name, verdict, differences or "all functions are as the adapter knows them")
+            yield Finding(name, verdict, differences or "all functions match the adapter's records")
 
 
 def _plugin(engine: str, variable: str, plugin: str) -> Iterator[Finding]:
@@ -292,11 +292,11 @@ def _service(settings: AgentSettings) -> Finding:
         transport = (
             "over TLS" if settings.tls_ca else "in plain text; a service with TLS needs EPLB_AGENT_TLS_CA"
         )
-        failure = f"{settings.service} does not answer within {_SERVICE_SECONDS:g} s"
+        failure = f"{settings.service} did not respond within {_SERVICE_SECONDS:g} s"
         return Finding("service", FAILED, f"{failure} ({transport}); an engine would serve unbalanced")
     except OSError as error:
         return Finding("service", FAILED, f"the agent's credentials cannot be read: {error}")
-    return Finding("service", OK, f"{settings.service} answers")
+    return Finding("service", OK, f"{settings.service} responds")
 
 
 if __name__ == "__main__":

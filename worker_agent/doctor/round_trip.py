@@ -121,7 +121,7 @@ def _there_and_back(
     rotated_LRS[0, :, 0] = np.roll(rotated_LRS[0, :, 0], -1)
     rotated = Placement(rotated_LRS, layer.initial.experts)
     began = time.perf_counter()
-    for target, name in ((rotated, "experts arrive"), (layer.initial, "experts come back")):
+    for target, name in ((rotated, "experts arrive"), (layer.initial, "experts return")):
         agent.restore(target)
         if not layer.holds(target.phy2log_LRS[0, rank].tolist()):
             yield Finding(name, FAILED, f"rank {rank}: a slot does not hold the values of its expert")
@@ -136,11 +136,11 @@ def _there_and_back(
     text = f"{megabytes:.0f} MB in {seconds:.2f} s with votes and checksums, all values unchanged"
     if layer.log2phy.device.type == "npu":
         text += f"; formats {layer.formats} (29 is NZ)"
-    yield Finding("experts there and back", OK, text)
+    yield Finding("expert round trip", OK, text)
     if replay is None:
         yield Finding("captured graph", SKIPPED, "this device cannot capture graphs")
     else:
-        yield Finding("captured graph", OK, "replays read the table that was written in place")
+        yield Finding("captured graph", OK, "replays read the table that was updated in place")
 
 
 def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
@@ -183,9 +183,9 @@ def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes:
     settings = AgentSettings(service=_NO_SERVICE, deployment="doctor", verify_transfers=True)
     agent = Agent.start([layer], group, settings)
     try:
-        text = f"{ranks} ranks can vote, and connect their {device.type} devices"
+        text = f"{ranks} ranks can vote, and can connect their {device.type} devices"
         return [
-            Finding("ranks meet", OK, text),
+            Finding("rendezvous", OK, text),
             *_there_and_back(layer, agent, _captured_table(layer)),
         ]
     finally:

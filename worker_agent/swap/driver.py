@@ -216,7 +216,9 @@ class SwitchDriver:
         if reformation is not None:
             self.state = self.state.reformed(reformation.generation, reformation.lane)
             _log.info(
-                "rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformation.start
+                "rank %d: the ranks will vote again from forward pass %d",
+                self._identity.rank,
+                reformation.start,
             )
         voter = self.votes.to_count(step)
         if voter is not None:

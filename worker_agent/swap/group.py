@@ -185,7 +185,7 @@ class AgentGroup:
         wrong = (received != expected).view(self.size, -1).any(dim=1).nonzero().flatten().tolist()
         if wrong:
             raise RuntimeError(
-                f"a process that is not a member connected to rank {self.rank} as rank {wrong[0]}"
+                f"a process outside the group connected to rank {self.rank}, claiming to be rank {wrong[0]}"
             )
 
     def fail(self, reason: str) -> None:

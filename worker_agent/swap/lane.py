@@ -70,7 +70,7 @@ class Deadline:
         """Return the seconds until the deadline. Raises ``TimeoutError`` if it has passed."""
         seconds = self._end - self._runtime.now()
         if seconds <= 0:
-            raise TimeoutError(f"not done within {self._seconds:g} s")
+            raise TimeoutError(f"did not finish within {self._seconds:g} s")
         return seconds
 
     def sleep(self, seconds: float) -> None:
@@ -194,8 +194,8 @@ def check_announced(peer: int, announcement_2: torch.Tensor, expected: Sequence[
     expected_2 = _announcement(expected).tolist()
     if announcement_2.tolist() != expected_2:
         raise ValueError(
-            f"rank {peer} sends {int(announcement_2[0])} bytes, this rank expects {expected_2[0]}: their experts "
-            "differ in dtype or shape, or the ranks run different releases of the agent"
+            f"expected {expected_2[0]} bytes from rank {peer}, which sends {int(announcement_2[0])}: the experts of "
+            "the two ranks differ in dtype or shape, or the ranks run different releases of the agent"
         )
 
 

@@ -387,7 +387,9 @@ class SwitchState:
         overdue = self.progress == Progress.OFFERED and step - self.offered_at > self.offer_deadline_steps
         if not overdue:
             return self
-        return self._with_abort_wish(f"not all ranks held the plan within {self.offer_deadline_steps} steps")
+        return self._with_abort_wish(
+            f"not all ranks received the plan within {self.offer_deadline_steps} steps"
+        )
 
     def with_pause(self, reason: str) -> SwitchState:
         """Reject plans until ``resumed`` is called, and request an abort of the current one."""
@@ -440,14 +442,14 @@ class SwitchState:
         after = self
         if (self.halted is self.paused is self.unheard is None) and plan.leader_term >= self.highest_term:
             # A new plan from the service supersedes the earlier one.
-            after = self._with_abort_wish(f"the service has replaced it by plan {plan.plan_id}")
+            after = self._with_abort_wish(f"the service has replaced it with plan {plan.plan_id}")
         return after, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def call_off(self, plan_id: int) -> Transition:
         """Vote to drop a plan at the service's request. If this rank does not hold it, just report CALLED_OFF."""
         if self.plan is not None and self.plan.plan_id == plan_id:
             return replace(self, called_off=True), ()
-        reason = "called off by the service; this rank does not hold it"
+        reason = "called off by the service; this rank does not hold the plan"
         return self, (PlanStatus(plan_id, PlanState.CALLED_OFF, reason=reason),)
 
     def lose_votes(self, reason: str) -> Transition:
@@ -504,8 +506,8 @@ class SwitchState:
             return f"the plan starts from epoch {plan.base_epoch}, but this rank serves epoch {self.installed.epoch}"
         if plan.base_digest != self.installed.digest:
             return (
-                f"the plan starts from another placement of epoch {plan.base_epoch} than this rank serves "
-                f"(digest {plan.base_digest:#x}, not {self.installed.digest:#x})"
+                f"the plan starts from the placement with digest {plan.base_digest:#x} in epoch {plan.base_epoch}, but "
+                f"this rank serves digest {self.installed.digest:#x}"
             )
         if checked_for != self.installed.digest:
             return "a layer was switched between this plan's check and its offer"

@@ -234,7 +234,7 @@ class Peers:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and self._is_gone(rank):
                 raise PeerGoneError(
-                    f"rank {rank} has ended: nothing listens at {client.getpeername()[:2]} any more"
+                    f"rank {rank} has exited: nothing listens at {client.getpeername()[:2]} any more"
                 ) from error
             self.runtime.sleep(max(0.0, seconds - (self.runtime.now() - began)))
         self._silent.add(rank)
@@ -264,10 +264,10 @@ class Peers:
                 self._serve_once()
             except Exception as error:
                 # Keep answering, because a peer may need to know whether this rank has committed.
-                complaint = f"a peer's question was not answered: {type(error).__name__}: {error}"
+                complaint = f"failed to answer a peer: {type(error).__name__}: {error}"
                 if not self._closed.is_set():
                     if complaint != self.complaint:
-                        _log.exception("rank %d: a peer's question was not answered", self.rank)
+                        _log.exception("rank %d: failed to answer a peer", self.rank)
                     self._last_error = self.runtime.now(), complaint
                 self._closed.wait(_RETRY_SECONDS)
 

@@ -167,16 +167,16 @@ class PresenceLinks:
 
     @property
     def complaint(self) -> str | None:
-        """Message about links that have ended, or ``None``. It is kept for at least a minute after the last loss."""
+        """Message about lost links, or ``None``. It is kept for at least a minute after the last loss."""
         last = self._last_loss
         missing = self._unlinked()
         if last is None:
             return None
         if missing:
-            return f"the links to ranks {missing} have ended and are being opened again"
+            return f"the links to ranks {missing} were lost and are being reopened"
         if time.monotonic() - last[0] > _COMPLAINT_SECONDS:
             return None
-        return f"the link to rank {last[1]} has ended and was opened again ({self._losses} since the start)"
+        return f"the link to rank {last[1]} was lost and has been reopened ({self._losses} losses since the start)"
 
     def missing(self) -> list[int]:
         """Wait up to a minute for all links to open. Return the peers without a link."""
@@ -397,7 +397,7 @@ class PresenceLinks:
                 self._closed_by_peer.add(link.peer)
             # Log only losses 1, 2, 4, 8, ..., so that flapping links do not flood the engine's log.
             if self._losses & (self._losses - 1) == 0 and not self._closing:
-                _log.warning("rank %d: the link to rank %d has ended", self._rank, link.peer)
+                _log.warning("rank %d: lost the link to rank %d", self._rank, link.peer)
         self._close(link)
 
     def _close(self, link: _Link) -> None:

@@ -264,7 +264,7 @@ class Reformation:
             self._rest_request = None
         if not agreed:
             raise TimeoutError(
-                "the ranks count different forward passes, and were not at rest between two passes at the same time"
+                "the ranks count different forward passes, and were never all idle between two passes at the same time"
             )
         self._astray = False
         return request.number

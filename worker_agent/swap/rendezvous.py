@@ -322,7 +322,7 @@ def _dealing_width(layers: Sequence[LiveLayer], experts: int) -> int:
     width = int(shape[1]) if len(shape) == 2 else 1
     if shape[:1] != (experts,) or len(shape) > 2 or not 1 <= width <= MAX_ENTRIES:
         raise ValueError(
-            f"log2phy must have the shape [{experts}], or [{experts}, entries] with at most {MAX_ENTRIES} entries; "
+            f"log2phy must have shape [{experts}], or [{experts}, entries] with at most {MAX_ENTRIES} entries; "
             f"got {list(shape)}"
         )
     return width
@@ -344,7 +344,7 @@ def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
         if weight.shape[0] != slots or not weight.is_contiguous():
             raise ValueError(
                 f"layer {index}: expert weights must be contiguous, with the {slots} slots as first dimension; "
-                f"got the shape {list(weight.shape)}, strides {list(weight.stride())}"
+                f"got shape {list(weight.shape)}, strides {list(weight.stride())}"
             )
         return
     kinds = {(expert.dtype, tuple(expert.shape), expert.is_contiguous()) for expert in weight}
@@ -390,7 +390,7 @@ def _check_facts(received: Sequence[_Facts | str]) -> list[_Facts]:
             )
         if fact.gathers_all and len(members) > 1:
             raise RendezvousError(
-                f"rank {rank}: its layers gather the tokens of all ranks, but these are in the token groups "
+                f"rank {rank}: its layers gather the tokens of all ranks, but the ranks are in the token groups "
                 f"{sorted(members)}; start all agents with the same token_group"
             )
     for rank, fact in enumerate(facts):

@@ -223,7 +223,7 @@ class ReplicaCheck:
         if stored is not None and stored != value:
             self._complaints[layer, slot] = (
                 expert,
-                f"{_describe(layout, layer, slot)} has changed while it was served; restart the engine, or drain "
+                f"{_describe(layout, layer, slot)} changed while it was in use; restart the engine, or drain "
                 "before changing weights",
             )
             return False

@@ -275,7 +275,7 @@ class TransferWorker:
         if not self._thread.is_alive():
             return "the transfer thread has died"
         if self._overdue_at is not None and self._runtime.now() > self._overdue_at:
-            return "the transfer thread has missed its deadline and does not answer"
+            return "the transfer thread has missed its deadline and does not respond"
         return None
 
     @property

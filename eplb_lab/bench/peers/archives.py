@@ -143,7 +143,7 @@ def import_from(package: Package, module: str) -> types.ModuleType:
 
 
 def stand_in(name: str, contents: Mapping[str, Any]) -> None:
-    """Register a module with the given contents in ``sys.modules``, and empty parent packages if they are missing."""
+    """Register a module with the given contents in ``sys.modules``, along with empty modules for missing parents."""
     parent, _, _ = name.rpartition(".")
     if parent and parent not in sys.modules:
         stand_in(parent, {"__path__": []})
@@ -160,7 +160,7 @@ def _download(package: Package, index: str) -> bytes:
     ]
     link = next((link for link in links if f"/{package.archive}" in link), None)
     if link is None:
-        raise ValueError(f"{page} lists no {package.archive}")
+        raise ValueError(f"{page} does not list {package.archive}")
     data = _read(urljoin(page, link), _ARCHIVE_SECONDS)
     if hashlib.sha256(data).hexdigest() != package.sha256:
         raise ValueError(f"{link} does not have the expected SHA-256 digest {package.sha256}")
@@ -181,7 +181,7 @@ def _read(address: str, seconds: float) -> bytes:
         while chunk := response.read1(_CHUNK):
             data += chunk
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{address} took more than {seconds:g} s")
+                raise TimeoutError(f"downloading {address} took more than {seconds:g} s")
     return bytes(data)
 
 

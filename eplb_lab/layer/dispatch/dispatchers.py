@@ -44,7 +44,7 @@ class All2AllVDispatcher(_Dispatcher):
     """Sends each choice of the rank's own tokens to the rank that holds its expert, in exchanges of variable size.
 
     There are three exchanges per step: counts, token rows, and the experts' outputs. The last two can overlap with
-    other work. Quantized rows are sent as int8, each followed by its scale.
+    other work. Quantised rows are sent as int8, each followed by its scale.
     """
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
@@ -200,7 +200,7 @@ class MoGEDispatcher(_Dispatcher):
         choices = rank_TK.shape[1]
         if choices % ranks:
             raise ValueError(
-                f"grouped experts: topk_ids must have a multiple of {ranks} choices, got {choices}"
+                f"grouped experts: the number of choices in topk_ids must be a multiple of {ranks}, got {choices}"
             )
         if not check_values:
             return

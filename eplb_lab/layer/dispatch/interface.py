@@ -23,7 +23,7 @@ class DispatchRequest:
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
-    """Logical experts, int32 or int64; -1 for a choice that is not real, which is neither routed nor counted."""
+    """Logical experts, int32 or int64; -1 marks a padding choice, which is neither routed nor counted."""
 
     topk_weights_TK: torch.Tensor
     log2phy_E: torch.Tensor
@@ -33,7 +33,7 @@ class DispatchRequest:
     """float32: scale of each token, if ``hidden_TH`` is int8."""
 
     quantized: bool = False
-    """True if the experts need int8 rows with one scale each. If possible, dispatchers quantize before sending."""
+    """True if the experts need int8 rows with one scale each. If possible, dispatchers quantise before sending."""
 
     dealt_counts_E: torch.Tensor | None = None
     """int64: number of choices per expert that this rank has already dealt in this step; ``None`` means zero."""
@@ -41,7 +41,7 @@ class DispatchRequest:
     physical_TK: torch.Tensor | None = None
     """int32: physical expert of each choice, if the tokens were split by step; otherwise ``log2phy_E`` is used.
 
-    Values for choices that are not real are arbitrary.
+    Values at padding choices are arbitrary.
     """
 
     check_values: bool = False
@@ -54,16 +54,16 @@ class DispatchRequest:
 
     @property
     def real_weights_TK(self) -> torch.Tensor:
-        """Weights of the choices, float32; zero for choices that are not real."""
+        """Weights of the choices, float32; zero for padding choices."""
         return self.topk_weights_TK.float().masked_fill(~self.active_TK, 0.0)
 
     @property
     def quantizes(self) -> bool:
-        """True if the dispatcher must quantize the rows, because the experts need int8 but the tokens are not int8."""
+        """True if the dispatcher must quantise the rows, because the experts need int8 but the tokens are not int8."""
         return self.quantized and self.scale_T is None
 
     def physical(self, padding_id: int) -> torch.Tensor:
-        """Return the physical expert of each choice, ``[T, K]``; ``padding_id`` for choices that are not real.
+        """Return the physical expert of each choice, ``[T, K]``; ``padding_id`` for padding choices.
 
         Examples
         --------
@@ -86,7 +86,7 @@ class DispatchRequest:
     def after(self, before: DispatchRequest) -> DispatchRequest:
         """Return this request as the second one of a step, so that it continues dealing where ``before`` stopped."""
         experts = self.log2phy_E.shape[0]
-        # Count choices that are not real (-1) as an additional expert.
+        # Count padding choices (-1) as an additional expert.
         ids_N = before.topk_ids_TK.reshape(-1).long() % (experts + 1)
         return replace(self, dealt_counts_E=count_ids(ids_N, experts + 1)[:-1])
 
@@ -162,7 +162,7 @@ def sorted_rows(
     scale_T
         Scales of int8 tokens.
     quantize
-        Quantize the rows after the sort.
+        Quantise the rows after the sort.
 
     Returns
     -------
@@ -244,20 +244,20 @@ def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, dealt_counts_E: torch.Te
     table_ED
         Dealing table of integers.
     ids_N
-        Expert of each choice, or -1 for a choice that is not real.
+        Expert of each choice, or -1 for a padding choice.
     dealt_counts_E
         Number of choices per expert that were dealt earlier in the step.
 
     Returns
     -------
     torch.Tensor
-        Entries ``[N]`` in the table's data type; arbitrary for choices that are not real.
+        Entries ``[N]`` in the table's data type; arbitrary for padding choices.
     """
     experts, width = table_ED.shape
     expert_N = ids_N.long().clamp(min=0)
     if width == 1:
         return table_ED.view(-1).index_select(0, expert_N)
-    # Count choices that are not real (-1) as an additional expert.
+    # Count padding choices (-1) as an additional expert.
     bucket_N = ids_N.long() % (experts + 1)
     counts_E = count_ids(bucket_N, experts + 1)
     # Number of earlier choices of the same expert.

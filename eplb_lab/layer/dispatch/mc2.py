@@ -161,9 +161,9 @@ def _aligned(size: int, alignment: int) -> int:
 class MC2Dispatcher:
     """Dispatcher that calls the fused operators.
 
-    Every rank must pass the same number of tokens, at least one; ``MC2Preparation`` pads them. The operators quantize
-    rows before sending them, and apply the weights to the outputs. Row counts are cumulative. Choices that are not real
-    are masked if the variant supports a mask. Otherwise they are computed as padding, which is excluded from the heat.
+    Every rank must pass the same number of tokens, at least one; ``MC2Preparation`` pads them. The operators quantise
+    rows before sending them, and apply the weights to the outputs. Row counts are cumulative. Padding choices are
+    masked if the variant supports a mask. Otherwise they are computed, but excluded from the heat.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class MC2Dispatcher:
         else:
             physical_TK = _spread_padding(physical_TK, request.active_TK, group.rank * self._slots, experts)
             padding_S = _arriving_padding(group, physical_TK, request.active_TK, experts)
-            # Experts also compute the padding, which may contain NaN.
+            # Experts also run on the padding rows, which may contain NaN.
             hidden_TH = hidden_TH.masked_fill(~request.active_TK.any(dim=1, keepdim=True), 0.0)
         results = self._operators.npu_moe_distribute_dispatch_v2(
             hidden_TH,
@@ -251,7 +251,7 @@ def _widened(rows_NH: torch.Tensor, width: int) -> torch.Tensor:
 def _spread_padding(
     physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int
 ) -> torch.Tensor:
-    """Assign the choices that are not real to experts that their token has not chosen.
+    """Assign the padding choices to experts that their token has not chosen.
 
     A token's choices are then distinct, as the operators require and as their buffer sizes assume.
 

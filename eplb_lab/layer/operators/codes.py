@@ -27,7 +27,7 @@ class GroupListType(IntEnum):
 
 
 class QuantMode(IntEnum):
-    """Quantization of the rows that ``npu_moe_init_routing_v2`` returns."""
+    """Quantisation of the rows that ``npu_moe_init_routing_v2`` returns."""
 
     NONE = -1
     DYNAMIC = 1
@@ -35,7 +35,7 @@ class QuantMode(IntEnum):
 
 
 class DispatchQuantMode(IntEnum):
-    """Quantization of the rows that ``npu_moe_distribute_dispatch_v2`` sends."""
+    """Quantisation of the rows that ``npu_moe_distribute_dispatch_v2`` sends."""
 
     NONE = 0
     DYNAMIC = 2

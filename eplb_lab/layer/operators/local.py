@@ -136,7 +136,7 @@ def _fused_product(
 
 
 def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row symmetrically to int8.
+    """Quantise each row symmetrically to int8.
 
     Parameters
     ----------
@@ -250,7 +250,7 @@ def npu_moe_init_routing_v2(
     expert_idx
         Chosen experts ``[T, K]``.
     scale
-        Scales ``[T]`` of tokens that are already quantized.
+        Scales ``[T]`` of tokens that are already quantised.
     expert_tokens_num_type
         ``GroupListType`` of the token counts that are returned.
     active_expert_range
@@ -264,7 +264,7 @@ def npu_moe_init_routing_v2(
         1. Rows ``[T*K, H]``. Rows after those of the active choices are undefined.
         2. Row of each choice, int32 ``[T*K]``, or -1 if its expert is not active.
         3. Tokens of each active expert, int64.
-        4. Scales of the rows, float32 ``[T*K]``, if they are quantized.
+        4. Scales of the rows, float32 ``[T*K]``, if they are quantised.
     """
     choices = expert_idx.shape[1]
     require(active_num == expert_idx.numel(), f"active_num must be {expert_idx.numel()}, got {active_num}")
@@ -272,7 +272,7 @@ def npu_moe_init_routing_v2(
     require(quant_mode in list(QuantMode), f"quant_mode must be -1 (none) or 1 (dynamic), got {quant_mode}")
     require(row_idx_type == 0, f"row_idx_type must be 0 (row of each choice), got {row_idx_type}")
     first, end = active_expert_range
-    require(scale is None or quant_mode == QuantMode.NONE, "scale is for rows that are quantized already")
+    require(scale is None or quant_mode == QuantMode.NONE, "scale is for rows that are quantised already")
     require(
         0 <= first < end <= expert_num,
         f"active_expert_range must be within 0..{expert_num}, got {active_expert_range}",

@@ -34,7 +34,7 @@ _MAX_PROBLEMS = 8
 _STEPS_PER_COMPLETE_STEP = 8
 """While a rank's heat is late, a decision requires at least one in this many steps to be complete."""
 _LATE_REPORTS = 2
-"""A rank's heat is late if it is more than this many reports behind the furthest rank's."""
+"""A rank's heat is late if it is more than this many reports behind that of the rank furthest ahead."""
 _MAX_TOTAL = 1 << 62
 """Upper bound on each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 
@@ -248,8 +248,8 @@ class Deployment:
         if highest_term <= self.leader_term:
             return None
         return (
-            f"leader term {self.leader_term} is older than {highest_term}, which ranks have followed: that service "
-            f"started at {clock_of(highest_term)}, this one at {clock_of(self.leader_term)}, by their clocks"
+            f"leader term {self.leader_term} is older than {highest_term}, which ranks have followed: according to "
+            f"their clocks, that service started at {clock_of(highest_term)}, this one at {clock_of(self.leader_term)}"
         )
 
     def obstacle(self, *, needs_heat: bool = True) -> str | None:
@@ -275,7 +275,7 @@ class Deployment:
         if halted_ranks:
             return f"balancing is halted on {rank_list(halted_ranks)}"
         if self.group.out_of_step:
-            return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
+            return f"{rank_list(self.group.out_of_step)} not yet at epoch {self.live.epoch}"
         return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"
 
     @property
@@ -287,13 +287,13 @@ class Deployment:
     def is_due(self, interval: int) -> bool:
         """Return True if a decision is due and can be made.
 
-        A decision does not wait for a late rank once the ranks have made ``interval`` steps since the last one. It then
+        A decision does not wait for a late rank once the ranks have run ``interval`` steps since the last one. It then
         uses the steps that are complete.
 
         Parameters
         ----------
         interval
-            Number of steps between two decisions if they are made at fixed intervals; also the maximum number of steps
+            Number of steps between two decisions at fixed intervals; also the maximum number of steps
             to wait for a late rank.
         """
         due = self.session.is_due(self.assembled, interval)
@@ -514,7 +514,7 @@ class Deployment:
         self.session, is_stale = self.session.after_check(outlook)
         if not is_stale or self.plan is None or self.plan.plan_id != plan_id or self.plan.called_off:
             return False
-        self.call_off("heat changed while it was under way", now)
+        self.call_off("heat changed while the plan was under way", now)
         return True
 
     def call_off(self, reason: str, now: float) -> None:
@@ -582,7 +582,7 @@ class Deployment:
             self._close_plan()
         self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
-            # All ranks are connected, but some stream did not end when it should have. Nothing else would end it.
+            # All ranks are connected, but at least one stream did not end in time. Nothing else would end it.
             reason = (
                 "all ranks are connected, but not all have reported their layout since; send another Hello"
             )
@@ -594,7 +594,7 @@ class Deployment:
         """Start a new group if there is none, or if the rank's group replaces the current one."""
         if self.group is not None and not self.group.is_replaced_by(hello, self.attendance.forming_overdue):
             return
-        self._interrupt_plan("the ranks formed another group")
+        self._interrupt_plan("the ranks have formed a new group")
         self.group = Group(hello.group_id, hello.shape)
         self.heat = None
         self.ended_plan = None
@@ -622,7 +622,7 @@ class Deployment:
         self.attendance = self.attendance.after(now, connected=bool(members), waiting=waiting)
 
     def _update_late_ranks(self, now: float, step: int) -> None:
-        """Record the connected ranks whose heat is late, given that all ranks make each step at about the same time."""
+        """Record the connected ranks whose heat is late, given that all ranks run each step at about the same time."""
         behind: list[int] = []
         steps = 0
         if self.heat is not None and self.group is not None:

@@ -24,4 +24,4 @@ class ExhaustedError(RefusedError):
 
 
 class NotStoredError(RefusedError):
-    """Raised when a command took effect but could not be stored, so that a restart of the service loses it."""
+    """Raised when a command took effect but could not be stored, so that a restart of the service would lose it."""

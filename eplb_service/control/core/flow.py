@@ -225,7 +225,7 @@ class Stall:
     seconds
         Seconds from that time to the last update.
     steps
-        Number of steps that the furthest rank made in this time.
+        Number of steps that the rank furthest ahead ran in this time.
     """
 
     count: int | None = None
@@ -235,7 +235,7 @@ class Stall:
     steps: int = 0
 
     def after(self, now: float, step: int, count: int | None) -> Stall:
-        """Return the state at time ``now``, given the furthest rank's step and the counter."""
+        """Return the state at time ``now``, given the step of the rank furthest ahead and the counter."""
         if count is None or count != self.count or step < self.step:
             return Stall(count, now, step)
         return replace(self, seconds=now - self.since, steps=step - self.step)

@@ -378,8 +378,8 @@ def _check_rejoining(hello: Hello, live: DeployedLayout) -> None:
 def _version_difference(hello: Hello, epoch: int, digest: int) -> str:
     """Return the error message for a rank whose version differs from the other ranks' version."""
     return (
-        f"rank {hello.rank} serves epoch {hello.epoch} digest {hello.digest:#x}, "
-        f"but the other ranks serve epoch {epoch} digest {digest:#x}"
+        f"rank {hello.rank} serves epoch {hello.epoch} (digest {hello.digest:#x}), "
+        f"but the other ranks serve epoch {epoch} (digest {digest:#x})"
     )
 
 
@@ -390,4 +390,4 @@ def _shape_difference(shape: Shape, group_shape: Shape) -> str:
         for name, value in vars(shape).items()
         if value != getattr(group_shape, name)
     ]
-    return f"has a different shape than the other ranks: {', '.join(differences)}"
+    return f"differs in shape from the other ranks: {', '.join(differences)}"

@@ -17,7 +17,7 @@ RECENT_STEPS = 64
 MAX_POINTS = 512
 """Maximum number of points in a balance series, at which it is thinned out."""
 _SILENT_SECONDS = 30.0
-"""Time without a completed step after which a problem is reported, provided that the ranks make steps."""
+"""Time without a completed step after which a problem is reported, provided that the ranks are running steps."""
 _UNDECIDED_SECONDS = 600.0
 """Time without a decision after which a problem is reported."""
 _UNDECIDED_WINDOWS = 16
@@ -156,12 +156,12 @@ def problems(deployment: Deployment) -> list[str]:
         )
     if deployment.outdated is not None:
         lines.append(
-            f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
+            f"{deployment.outdated}; stop this service, or make it lead: `eplb lead {deployment.name}`"
         )
     lines += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
         lines.append(
-            f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the rest of the group serves"
+            f"{rank_list(group.out_of_step)} not yet at epoch {group.live.epoch}, the epoch of the rest of the group"
         )
     mixed = mixed_releases({member.rank: member.agent_version for member in group.connected})
     if mixed is not None:
@@ -177,8 +177,8 @@ def _balancing_problems(deployment: Deployment) -> list[str]:
     lines = []
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
         lines.append(
-            "experts are bound to their ranks (grouped experts), so no plan can be made; the service only watches "
-            "the heat"
+            "experts are bound to their ranks (grouped experts), so there is nothing to plan; the service only "
+            "monitors the heat"
         )
     if deployment.heat is not None:
         lines += _heat_problems(deployment.heat, deployment.limits)
@@ -194,7 +194,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
     max_empty_steps = limits.decision_steps if pending.tokens_uncounted else many_steps
     if pending.empty_steps >= max_empty_steps:
         lines.append(
-            f"no rank has counted a token in the newest {pending.empty_steps} steps, although these are no dummy "
+            f"no rank has counted a token in the newest {pending.empty_steps} steps, although these are not dummy "
             "steps: either the layers' counters stay zero, or the ranks have served nothing since they started"
         )
     if pending.mislabelled_steps >= limits.decision_steps:
@@ -206,14 +206,15 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
         assert heat.misrouted is not None
         rank, layer, slot = heat.misrouted
         lines.append(
-            f"in {heat.misrouted_steps} steps since the last switch, slots that no rank's table names received tokens, "
-            f"such as slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; check its "
-            "adapter, or set split to even if the host spreads tokens over the replicas itself"
+            f"in {heat.misrouted_steps} steps since the last switch, slots that appear in no rank's table received "
+            f"tokens, for example slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; "
+            "check its adapter, or set split to even if the host spreads tokens over the replicas itself"
         )
     if heat.passed_over >= many_steps:
         lines.append(
-            f"none of the newest {heat.passed_over} steps with tokens was {limits.heat_phase}, but decisions use only "
-            "these (heat_phase); serve with --heat-phase all, or have the host label its steps"
+            f"none of the newest {heat.passed_over} steps with tokens was a {limits.heat_phase} step, but decisions "
+            f"use only {limits.heat_phase} steps (heat_phase); serve with --heat-phase all, or have the host label "
+            "its steps"
         )
     return lines
 
@@ -225,7 +226,7 @@ def _flow_problems(deployment: Deployment) -> list[str]:
     one_in = deployment.shedding.one_in
     if one_in > 1:
         lines.append(
-            f"the service cannot process all heat of these ranks: they send one of every {one_in} reports, so a "
+            f"the service cannot process all heat of these ranks: they send only one in {one_in} reports, so a "
             "window spans a longer time; give the service more CPU, or fewer deployments"
         )
     late_ranks, seconds = deployment.late.for_seconds(LATE_SECONDS)
@@ -238,13 +239,13 @@ def _flow_problems(deployment: Deployment) -> list[str]:
     heat_stall = deployment.without_heat
     if heat_stall.seconds > _SILENT_SECONDS and heat_stall.steps > one_in * limits.pending_steps:
         lines.append(
-            f"no step's heat has been assembled for {heat_stall.seconds:.0f} s, although the ranks make steps"
+            f"no heat has been assembled for {heat_stall.seconds:.0f} s, although the ranks are running steps"
         )
     stall = deployment.without_decision
     min_steps = _UNDECIDED_WINDOWS * limits.decision_steps
     if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not deployment.paused:
         reason = deployment.obstacle() or "steps are assembled too slowly"
         lines.append(
-            f"no decision for {stall.seconds:.0f} s, in which the ranks made {stall.steps} steps: {reason}"
+            f"no decision for {stall.seconds:.0f} s, during which the ranks ran {stall.steps} steps: {reason}"
         )
     return lines

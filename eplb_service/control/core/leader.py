@@ -32,7 +32,7 @@ def term_above(term: int, random_bits: int) -> int:
     higher_term = ((term >> RANDOM_BITS) + 1) << RANDOM_BITS | random_bits
     if higher_term >= MAX_VERSION:
         raise ConflictError(
-            f"no leader term is higher than {term}, which a service has already claimed; restart the engines to "
+            f"a service has already claimed {term}, the highest possible leader term; restart the engines to "
             "reset the term that their agents follow"
         )
     return higher_term
@@ -42,7 +42,7 @@ def clock_of(term: int) -> str:
     """Return the start time of the service with this term, according to its own clock."""
     seconds = term >> RANDOM_BITS
     if seconds > _MAX_CLOCK:
-        return "past the year 4147"
+        return "after the year 4147"
     return f"{datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 

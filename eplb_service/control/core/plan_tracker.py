@@ -7,7 +7,7 @@
        +--a rank refuses the plan--------------------------------> REFUSED
        +--a rank aborts------------------------------------------> ABORTED
        +--the service calls the plan off and all ranks answer----> CALLED_OFF
-       +--no rank reports within the limit, but ranks make steps-> TIMED_OUT
+       +--no rank reports in time, although ranks run steps------> TIMED_OUT
        +--the service stops or another group forms---------------> INTERRUPTED
 
 Layers that were committed before the plan ended stay committed. The ranks decide by their own vote, and this module
@@ -193,7 +193,7 @@ class PlanTracker:
     def after_time(self, now: float, limit: float, step: int | None = None) -> PlanTracker:
         """Return the tracker at time ``now``, timed out if no rank has reported for too long.
 
-        Ranks vote as they make steps, so time without steps does not count.
+        Ranks vote as they run steps, so time without steps does not count.
 
         Parameters
         ----------
@@ -246,8 +246,8 @@ class PlanTracker:
         epoch, digest = self.versions[index]
         if (status.epoch, status.digest) != (epoch, digest):
             raise ConflictError(
-                f"rank {rank} committed layer {status.layer} as epoch {status.epoch} digest {status.digest:#x}, "
-                f"but the plan requires epoch {epoch} digest {digest:#x}"
+                f"rank {rank} committed layer {status.layer} as epoch {status.epoch} (digest {status.digest:#x}), "
+                f"but the plan requires epoch {epoch} (digest {digest:#x})"
             )
         return index + 1
 

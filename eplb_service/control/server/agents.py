@@ -97,7 +97,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 elif kind is None:
                     raise WireError("the message is empty")
                 else:
-                    raise WireError("a Hello must be the first message of a stream, and the only one")
+                    raise WireError("a stream must contain only one Hello, as its first message")
 
     async def _receive_heat(
         self, deployment: Deployment, hello: Hello, stream: RankStream, report: agent_pb2.HeatReport
@@ -185,7 +185,7 @@ class _Inbox:
         while not parts.complete:
             message: agent_pb2.ConnectRequest = await self._context.read()
             if message == grpc.aio.EOF or message.WhichOneof("message") != "part":
-                raise WireError("a request in parts ended before its last part")
+                raise WireError("a multi-part request ended before its last part")
             parts.add(message.part)
 
     async def _read(self, seconds: float | None) -> agent_pb2.ConnectRequest | None:

@@ -153,7 +153,7 @@ class Certificates:
     key
         PEM file of its private key.
     client_authority
-        PEM file of the authority of client certificates; ``None`` without mutual TLS.
+        PEM file of the CA that signs client certificates; ``None`` without mutual TLS.
     """
 
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None) -> None:

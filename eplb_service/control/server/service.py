@@ -159,7 +159,7 @@ async def _open_store(
     metrics: Metrics,
     leadership: Leadership | None,
 ) -> StoreWriter:
-    """Open the store until ``stack`` unwinds, and announce its leader term to later leaders."""
+    """Open the store, to be closed when ``stack`` unwinds, and announce its leader term to later leaders."""
     highest_term = 0 if leadership is None else await leadership.highest_term()
     path = _store_path(settings)
     stack.enter_context(locked_store(path, settings.lease))
@@ -184,7 +184,7 @@ def _store_path(settings: ServiceSettings) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot create the folder of the store {str(path)!r}: {error.strerror}; name another store with --store"
+            f"cannot create the folder of the store {str(path)!r}: {error.strerror}; specify another store with --store"
         ) from error
     return str(path)
 
@@ -315,7 +315,8 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
         await leadership.close()
     if leadership.lost.is_set():
         raise LeaseLostError(
-            f"this service has lost {leadership.described}, and another one leads; restart it to wait for the lease"
+            f"this service has lost {leadership.described}, and another service is now leading; restart this service "
+            "to wait for the lease"
         )
 
 

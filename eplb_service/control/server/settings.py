@@ -48,14 +48,14 @@ class SettingsError(ValueError):
 def _checked_address(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[2]) > 65535:
-        raise ValueError(f"an address is host:port, for example {DEFAULT_ADDRESS} or [::1]:0")
+        raise ValueError(f"expected host:port, for example {DEFAULT_ADDRESS} or [::1]:0")
     return address
 
 
 def _checked_report_steps(value: Any) -> Any:
     if value == "auto" or (str(value).isdecimal() and 1 <= int(value) <= _MAX_REPORT_STEPS):
         return value
-    raise ValueError(f"a report has 1 to {_MAX_REPORT_STEPS} steps, or auto")
+    raise ValueError(f"expected 1 to {_MAX_REPORT_STEPS} steps, or auto")
 
 
 _Address = Annotated[str, AfterValidator(_checked_address)]
@@ -106,7 +106,7 @@ class ServiceSettings(_PlannerFields):
     decision_interval: int = Field(
         256,
         ge=1,
-        description="steps before the first decision, and the most between decisions; fewer when heat changes",
+        description="steps before the first decision, and maximum between decisions; fewer after a change of heat",
     )
     cpu_share: float = Field(
         0.1,
@@ -147,11 +147,13 @@ class ServiceSettings(_PlannerFields):
     auth_token: SecretStr | None = Field(
         None, description="shared token that every call must send as 'authorization: Bearer TOKEN'"
     )
-    tls_cert: Path | None = Field(None, description="PEM certificate chain; set with tls_key to serve TLS")
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate chain; set it together with tls_key to serve TLS"
+    )
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file of the authority of client certificates, which are then required (mutual TLS)",
+        description="PEM file of the CA that signs client certificates, which are then required (mutual TLS)",
     )
     credentials: Path | None = Field(
         None, description="YAML file of credentials by role, deployment and rank; reloaded when it changes"
@@ -179,7 +181,7 @@ class ServiceSettings(_PlannerFields):
         if not (self.insecure or is_loopback(self.listen) or (self.tls_cert is not None and authenticates)):
             raise ValueError(
                 f"listen {self.listen} is reachable from other hosts: set tls_cert and tls_key, and credentials or "
-                "auth_token; or set insecure if every host of the network may call the service"
+                "auth_token; or set insecure if every host on the network may call the service"
             )
         if self.auth_token is not None and not self.auth_token.get_secret_value():
             raise ValueError("auth_token is empty; leave it unset to require no token")
@@ -202,7 +204,7 @@ def default_store(environment: Mapping[str, str] = os.environ) -> Path:
         folder = state_home if state_home.is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise SettingsError(
-            "this user has no home folder for the store; name another file with --store"
+            "this user has no home folder for the store; specify a file with --store"
         ) from error
     return folder / "eplb" / "state.sqlite3"
 
@@ -255,7 +257,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is nested too deeply; it must consist of 'key: value' lines") from None
     except Exception as error:
         # Some values, such as impossible dates, raise errors other than YAMLError.
-        raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must consist of 'key: value' lines")
     names = ServiceSettings.model_fields

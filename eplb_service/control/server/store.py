@@ -58,7 +58,7 @@ _log = structlog.get_logger(__name__)
 _PLANS_KEPT = 10_000
 """Maximum number of plans kept per deployment."""
 _MAX_OWED = 4096
-"""Maximum number of writes that are pending while the disk fails."""
+"""Maximum number of writes kept pending while the disk is failing."""
 _MAX_WRITES_IN_LOG = 256
 """Number of writes after which the write-ahead log, by then a few megabytes, is copied into the file."""
 _MAX_TABLE_BYTES = 256 << 20
@@ -157,7 +157,7 @@ class Store:
             self.make_durable()
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot write the store {path!r}: {error}; make room, or name another file with --store"
+                f"cannot write the store {path!r}: {error}; free disk space, or specify another file with --store"
             ) from error
         (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
         # Agents remember plan ids longer than a lost store does, so ids start above the clock.
@@ -407,7 +407,7 @@ def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
         value = values[field.name]
         expected = str if field.default is MISSING else type(field.default)
         if type(value) is not expected:
-            raise ValueError(f"{field.name} is a {type(value).__name__}, not a {expected.__name__}")
+            raise ValueError(f"{field.name} is of type {type(value).__name__}; expected {expected.__name__}")
         if isinstance(value, int):
             check_count(value, field.name, _BOUNDS.get(field.name, MAX_VERSION + 1))
         checked[field.name] = value
@@ -415,7 +415,7 @@ def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
 
 
 def _layout(content: bytes) -> Layout:
-    """Parse a layout written by ``save_first_layout``; raises an exception of any type if that fails."""
+    """Parse a layout written by ``save_first_layout``. May raise any exception if the layout is invalid."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         placement = Placement(arrays["phy2log_LRS"], int(arrays["experts"]))
         log2phy_RLE = arrays["log2phy_RLE"] if "log2phy_RLE" in arrays else placement.default_log2phy()
@@ -424,7 +424,7 @@ def _layout(content: bytes) -> Layout:
 
 
 def _past_plan(row: tuple[Any, ...]) -> PastPlan:
-    """Parse a plan; raises an exception of any type if that fails."""
+    """Parse a plan. May raise any exception if the row is invalid."""
     id_, at, outcome, reason, committed, verdicts, term, epoch = row
     names = {field.name for field in fields(LayerVerdict)}
     # Verdicts of newer releases may have more fields.

@@ -84,7 +84,7 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
         if isinstance(error, StoreError):
             raise
         raise StoreError(
-            f"cannot use {path!r} as the store: {error}; name a writable path, new or of an existing store"
+            f"cannot use {path!r} as the store: {error}; specify a writable path for a new or an existing store"
         ) from error
     loss = damage or log_loss
     return database, [loss] if loss else []
@@ -146,7 +146,7 @@ def connect(path: str) -> tuple[sqlite3.Connection, str]:
         is_store = b"TABLE deployments" in file.read(_INSPECTED_BYTES)
     if not is_store:
         raise StoreError(
-            f"{path!r} is not a store of eplb ({reason}); move it away, or name another file with --store"
+            f"{path!r} is not an eplb store ({reason}); move it elsewhere, or specify another file with --store"
         )
     aside = f"{path}.damaged-{_now()}"
     for suffix in ("", "-wal", "-shm"):
@@ -163,11 +163,11 @@ def _check_kind(database: sqlite3.Connection, path: str) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
     if tables and application != _APPLICATION_ID:
-        raise StoreError(f"{path!r} is a database of another application; name another file with --store")
+        raise StoreError(f"{path!r} belongs to another application; specify another file with --store")
     if tables and version != _SCHEMA_VERSION:
         raise StoreError(
             f"{path!r} has schema version {version}, but this release reads version {_SCHEMA_VERSION}; "
-            "use the release that wrote it, or name another file with --store"
+            "use the release that wrote it, or specify another file with --store"
         )
     database.executescript(
         f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "

@@ -44,7 +44,7 @@ def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
             user, _, user_lease = record.partition("\n")
             if lease is None or user_lease.strip() != lease or not _attempt(file, lock, fcntl.LOCK_SH):
                 raise StoreError(
-                    f"the store {path!r} is in use by process {user}; stop that service, name another file with "
+                    f"the store {path!r} is in use by process {user}; stop that service, specify another file with "
                     "--store, or give both services the same --lease"
                 )
         yield

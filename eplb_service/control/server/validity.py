@@ -12,8 +12,8 @@ _VERSION = 0xA0
 _TIMES = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 _SOON_SECONDS = 14 * 86400.0
 _SOON_SHARE = 0.25
-"""A certificate expires soon only in this last fraction of its lifetime. Without it, a certificate that is renewed
-daily would count as expiring as soon as it is issued."""
+"""A certificate counts as expiring soon only in this final fraction of its lifetime. Otherwise, a certificate that is
+renewed daily would count as expiring as soon as it is issued."""
 
 
 class Validity(NamedTuple):

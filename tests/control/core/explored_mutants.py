@@ -23,7 +23,7 @@ def with_stub(name: str, method: str, answer: object = None) -> type[Deployment]
 class OffersWhileRanksDisagree(Deployment):
     def obstacle(self) -> str | None:
         reason = super().obstacle()
-        return None if reason is not None and "not at epoch" in reason else reason
+        return None if reason is not None and "not yet at epoch" in reason else reason
 
 
 class OffersASecondPlan(Deployment):

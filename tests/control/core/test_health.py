@@ -242,7 +242,7 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
             story.deployment.heartbeat(rank, Heartbeat(step=step, digest=story.live.digest))
         story.deployment.tick(now)
         return any(
-            f"no decision for {now:.0f} s, in which" in problem for problem in problems(story.deployment)
+            f"no decision for {now:.0f} s, during which" in problem for problem in problems(story.deployment)
         )
 
     assert [

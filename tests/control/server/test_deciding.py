@@ -115,7 +115,7 @@ async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own
         assert par_of(decode) < before - 0.5
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
-        assert deployment.last_decision.endswith("by the heat of prefill")
+        assert deployment.last_decision.endswith("based on the heat of prefill")
         assert not deployment.may_begin
         await decode.send_heat(skewed_heat(64, seed=1))
         await until(lambda: deployment.session.time_price is not None)
@@ -154,17 +154,17 @@ async def test_a_prior_of_another_model_is_a_problem_and_leads_to_no_plan(tmp_pa
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.session.has_begun)
         (problem,) = deployment.plan_problems
-        assert "choose a source with the same model" in problem
+        assert "choose a source that serves the same model" in problem
         assert deployment.plan is None
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("prefill", "write DEPLOYMENT=SOURCE"),
-        ("decode=", "write DEPLOYMENT=SOURCE"),
-        ("decode=decode", "other than itself"),
-        ("decode=a,decode=b", "one per deployment"),
+        ("prefill", "use DEPLOYMENT=SOURCE"),
+        ("decode=", "use DEPLOYMENT=SOURCE"),
+        ("decode=decode", "must not be the deployment itself"),
+        ("decode=a,decode=b", "one source per deployment"),
         ("de code=a", "the deployment is"),
     ],
 )
@@ -180,7 +180,7 @@ async def test_an_unreadable_prior_trace_is_rejected_at_the_start(tmp_path: Path
         async with running_service(settings(prior=f"decode={trace}")):
             pass
     np.savez(trace, heat=np.zeros((4, LAYERS, EXPERTS), dtype=np.int32))
-    with pytest.raises(SettingsError, match="has a token"):
+    with pytest.raises(SettingsError, match="has any tokens"):
         async with running_service(settings(prior=f"decode={trace}")):
             pass
 

@@ -103,7 +103,7 @@ async def test_all_ranks_shed_the_same_reports_and_the_shedding_is_reported(
     deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
     tick(service.plane)
     assert await reporting_requests(group) == [(True, 4)] * len(group.ranks)
-    assert ["they send one of every 4 reports" in problem for problem in problems(deployment)] == [True]
+    assert ["they send only one in 4 reports" in problem for problem in problems(deployment)] == [True]
     assert (await scrape(service))["eplb_heat_one_in", ("decode",)] == 4
     # Plans are still made and sent.
     for block in range(0, 16, 4):

@@ -61,7 +61,7 @@ async def test_a_request_that_waits_too_long_for_its_turn_is_rejected(
     monkeypatch.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.01)
     turns = Turns(1)
     async with turns.turn("a"):
-        with pytest.raises(ExhaustedError, match="too many large requests are being read already"):
+        with pytest.raises(ExhaustedError, match="too many large requests are already being read"):
             async with turns.turn("b"):
                 raise AssertionError
     async with turns.turn("c"):

@@ -236,7 +236,7 @@ def test_errors_of_the_api_server_are_reported(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease], code: int
 ) -> None:
     api.failing = code
-    with pytest.raises(LeaseError, match=f"lease {NAMESPACE}/eplb: the API server answers {code}"):
+    with pytest.raises(LeaseError, match=f"lease {NAMESPACE}/eplb: the API server responded with {code}"):
         candidate("a").attempt()
     candidate("a").give_back()
 
@@ -276,7 +276,7 @@ def test_an_error_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> No
     "text", ["eplb", "file:", "kubernetes:", "kubernetes:a/b/c", "kubernetes:Up", "etcd:a"]
 )
 def test_an_invalid_lease_name_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match="a lease is file:PATH"):
+    with pytest.raises(ValueError, match="expected file:PATH"):
         checked_lease(text)
 
 

@@ -200,7 +200,7 @@ def test_a_deployment_without_measurements_shows_placeholders(tmp_path: Path) ->
     seen = visit(answers, tmp_path)
     assert "PAR now\n-\nno measurements" in seen["tiles"]
     assert "No decision since this service started." in seen["text"]
-    assert "No measurements of the load yet." in seen["text"]
+    assert "No load measurements yet." in seen["text"]
 
 
 @in_browser
@@ -208,7 +208,7 @@ def test_the_page_reports_missing_deployments_and_an_unreachable_service(tmp_pat
     seen = visit({"service": {"version": "1"}, "deployments": {"deployments": []}}, tmp_path / "empty")
     assert set(seen["hidden"]) == {"login", "deployment"}
     assert "No deployments yet" in seen["text"]
-    assert visit({}, tmp_path / "broken")["live"] == "the service does not answer"
+    assert visit({}, tmp_path / "broken")["live"] == "the service does not respond"
 
 
 def test_the_page_loads_nothing_from_other_hosts() -> None:

@@ -74,7 +74,11 @@ async def rejection_of(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode,
         (spoil_shape("layers", 600), INVALID, "hello.shape.layers is 600; expected 1 to 512"),
         (make_huge, INVALID, "are too large"),
         (spoil_shape("bytes_per_expert", 7), CONTRADICTS, "bytes_per_expert 7 instead of 1000"),
-        (lambda hello: hello.CopyFrom(hello_of(CONFLICTING, 1)), CONTRADICTS, "rank 1 serves epoch 0 digest"),
+        (
+            lambda hello: hello.CopyFrom(hello_of(CONFLICTING, 1)),
+            CONTRADICTS,
+            "rank 1 serves epoch 0 (digest",
+        ),
         (spoil_field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
     ],
 )

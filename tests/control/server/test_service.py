@@ -172,7 +172,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_keeps_committ
     assert second.plan_id != first.plan_id
     answer = await group.operator.GetHistory(operator_pb2.GetHistoryRequest(deployment="decode"))
     assert [(plan.outcome, plan.committed) for plan in answer.plans] == [("", 0), ("called_off", 1)]
-    assert answer.plans[1].reason == "heat changed while it was under way"
+    assert answer.plans[1].reason == "heat changed while the plan was under way"
 
 
 async def test_a_rank_that_reconnects_receives_the_call_off(

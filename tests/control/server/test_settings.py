@@ -66,17 +66,17 @@ def test_unknown_variables_are_rejected_except_agent_variables() -> None:
     ("flags", "message"),
     [
         ({"window_steps": 0}, r"setting window_steps: .* \(got 0\)"),
-        ({"listen": "nowhere"}, "setting listen: an address is host:port"),
-        ({"page": "9465"}, "setting page: an address is host:port"),
-        ({"listen": "127.0.0.1:70000"}, "setting listen: an address is host:port"),
+        ({"listen": "nowhere"}, "setting listen: expected host:port"),
+        ({"page": "9465"}, "setting page: expected host:port"),
+        ({"listen": "127.0.0.1:70000"}, "setting listen: expected host:port"),
         ({"policy": "best"}, "policy is 'best'; choose one of none"),
         ({"tls_cert": "cert.pem"}, "tls_cert and tls_key must be set together"),
         ({"auth_token": ""}, "auth_token is empty"),
         ({"par_threshold": float("nan")}, "par_threshold"),
-        ({"report_steps": "0"}, r"setting report_steps: a report has 1 to 1024 steps, or auto \(got '0'\)"),
+        ({"report_steps": "0"}, r"setting report_steps: expected 1 to 1024 steps, or auto \(got '0'\)"),
         (
             {"report_steps": "many"},
-            r"setting report_steps: a report has 1 to 1024 steps, or auto \(got 'many'\)",
+            r"setting report_steps: expected 1 to 1024 steps, or auto \(got 'many'\)",
         ),
     ],
 )

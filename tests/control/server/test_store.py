@@ -179,7 +179,7 @@ def test_files_that_are_not_a_store_are_rejected(tmp_path: Path) -> None:
     database_path = tmp_path / "other"
     with contextlib.closing(sqlite3.connect(database_path)) as database:
         database.execute("CREATE TABLE things (id)")
-    with pytest.raises(StoreError, match="database of another application"):
+    with pytest.raises(StoreError, match="belongs to another application"):
         Store(str(database_path))
     with pytest.raises(StoreError, match="directory does not exist"):
         Store(str(tmp_path / "nowhere" / "file"))

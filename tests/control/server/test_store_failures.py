@@ -164,7 +164,7 @@ def test_a_read_only_store_is_rejected_at_the_start_in_one_line(
     monkeypatch.setattr(sqlite3, "connect", read_only)
     with pytest.raises(StoreError) as error:
         Store(path)
-    assert "attempt to write a readonly database; name a writable path" in str(error.value)
+    assert "attempt to write a readonly database; specify a writable path" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -252,7 +252,7 @@ async def test_an_operator_command_reports_that_it_is_not_stored(path: str, orde
         assert error.value.code() is grpc.StatusCode.ABORTED
         details = error.value.details()
         assert details.startswith(confirmation)
-        assert ", but this is not stored, so a restart of the service loses it: " in details
+        assert ", but this is not stored, so a restart of the service would lose it: " in details
 
 
 @contextlib.asynccontextmanager

@@ -110,7 +110,7 @@ def _load_weights(original: _Call, updater: Any, *arguments: Any, **keywords: An
     host = _host_loading(updater)
     if host is None:
         return original(updater, *arguments, **keywords)
-    with host.drained("SGLang loads weights"):
+    with host.drained("SGLang is loading weights"):
         return original(updater, *arguments, **keywords)
 
 
@@ -119,7 +119,7 @@ def _host_loading(updater: Any) -> SglangHost | None:
     return _host_of(updater.get_model_runner())
 
 
-_DRAIN = methodcaller("drain", "SGLang loads weights")
+_DRAIN = methodcaller("drain", "SGLang is loading weights")
 _RESUME = methodcaller("resume")
 _begin_weight_update = make_hook(_host_loading, before=_DRAIN, failed=_RESUME)
 """Hook on the call that starts a weight-update session."""
@@ -131,7 +131,7 @@ def _release_memory(original: _Call, manager: Any, *arguments: Any, **keywords: 
     """Drain the agent before ``release_memory_occupation``; resume if it fails without releasing any memory."""
     host = _host_of(manager.tp_worker.model_runner)
     if host is not None:
-        host.drain("the engine releases its memory")
+        host.drain("the engine is releasing its memory")
     try:
         return original(manager, *arguments, **keywords)
     except BaseException:

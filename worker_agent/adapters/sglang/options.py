@@ -117,7 +117,7 @@ class SglangOptions:
             (
                 self.pipeline_parallel > 1,
                 f"pipeline parallelism (--pp-size {self.pipeline_parallel})",
-                "Each stage would need its own deployment, and stages number their passes differently",
+                "Each stage would need its own deployment, and stages number their forward passes differently",
                 "Start with --pp-size 1",
             ),
             (
@@ -129,7 +129,7 @@ class SglangOptions:
             (
                 self.expert_parallel != self.tensor_parallel,
                 f"--ep-size {self.expert_parallel} with --tp-size {self.tensor_parallel}",
-                "Experts are then split, or there are several groups of experts",
+                "Experts are then split, or there are several expert groups",
                 f"Start with --ep-size {self.tensor_parallel}",
             ),
             (
@@ -147,7 +147,7 @@ class SglangOptions:
             (
                 self.all_to_all not in _TESTED_BACKENDS and not allow_unverified,
                 f"--moe-a2a-backend {self.all_to_all}",
-                "It has not been verified that it reads the experts and tables that the agent writes",
+                "No test has shown that this backend reads the experts and tables that the agent writes",
                 f"Choose {' or '.join(_TESTED_BACKENDS)}, "
                 "set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to accept the risk",
             ),

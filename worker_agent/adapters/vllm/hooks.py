@@ -32,7 +32,10 @@ _AROUND: dict[str, dict[str, Callable[[VllmHost], None]]] = {
         "after": _COUNT_STEPS,
         "failed": _COUNT_STEPS,
     },
-    "sleep": {"before": methodcaller("drain", "the engine sleeps"), "failed": _RESUME_AFTER_FAILURE},
+    "sleep": {
+        "before": methodcaller("drain", "the engine is going to sleep"),
+        "failed": _RESUME_AFTER_FAILURE,
+    },
     "reload_weights": {"before": _RESTORE, "after": _RESUME, "failed": _RESUME},
     # These three calls form an update session, which ends with the last call or with any call that fails.
     "start_weight_update": {"before": _RESTORE, "failed": _RESUME},
@@ -151,7 +154,7 @@ def _watch_loading() -> None:
         if _host_of(self) is None:
             log.warning(
                 "%s is NOT balanced: this vLLM has no EPLB for its class. Serve it without --enable-eplb and without "
-                "EPLB_AGENT_SERVICE, or serve another model; docs/research/models.md lists those that can be balanced",
+                "EPLB_AGENT_SERVICE, or serve another model; docs/research/models.md lists models that can be balanced",
                 type(self.model_runner.get_model()).__name__,
             )
         else:

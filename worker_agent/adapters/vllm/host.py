@@ -142,8 +142,8 @@ class VllmHost(EngineHost):
         limits = [getattr(state, "num_unpadded_tokens_tensors", None) for state in states]
         if not all(limits):
             log.warning(
-                "with the naive dispatcher, this vLLM counts only the tokens of rank 0, and experts are balanced for "
-                "these: choose another all2all backend"
+                "with the naive dispatcher, this vLLM counts only rank 0's tokens, so experts are balanced for that "
+                "rank only: choose another all2all backend"
             )
             return False
         for state, tensors in zip(states, limits, strict=True):
@@ -273,7 +273,7 @@ class VllmHost(EngineHost):
     def restore(self) -> None:
         """Move every expert back to the slot that vLLM loads it into, until ``resume`` is called (collective)."""
         self._write_back()
-        self.agent.restore(self._initial, "vLLM loads weights")
+        self.agent.restore(self._initial, "vLLM is loading weights")
         self._save()
 
     def keep_other_tables(self, model_states: Iterable[Any]) -> None:

@@ -149,8 +149,8 @@ def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lis
         [
             (
                 mc2,
-                "quantised experts under MC2 without vLLM-Ascend's kernel for lists of experts",
-                "It then applies the first expert's scales to all of a rank's experts, and outputs are wrong",
+                "quantised experts under MC2 without vLLM-Ascend's kernel for expert lists",
+                "It then applies the first expert's scales to all of a rank's experts, so outputs are wrong",
                 remedy,
             ),
             (

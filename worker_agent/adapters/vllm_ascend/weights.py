@@ -65,7 +65,7 @@ def expert_weights(
     if kind != "NONE" and not move_quantised:
         raise UnsupportedEngineError(
             f"experts quantised as {kind}",
-            "It was never tested on a device that they arrive intact in the NPU's own formats",
+            "No test on a device has shown that they arrive intact in the NPU's own formats",
             "Set EPLB_AGENT_QUANTISED_EXPERTS=true to move them with verified transfers, and compare outputs",
         )
     names = names_by_kind[kind]
@@ -99,7 +99,7 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
     differing = [rank for rank, remote in enumerate(gathered) if remote != gathered[0]]
     if differing:
         raise UnsupportedEngineError(
-            f"rank {differing[0]} keeps its experts in other NPU formats than rank 0",
+            f"rank {differing[0]}, whose experts have other NPU formats than those of rank 0",
             "A rank would read the bytes of another rank's expert in the wrong format",
             "Start all ranks with the same weight_nz_mode",
         )

@@ -75,11 +75,13 @@ def _ranks(text: Any) -> frozenset[int]:
     for interval in str(text).split(","):
         first, _, last = interval.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ValueError(f"ranks are written like 0-15 or 0,3, not {text!r}")
+            raise ValueError(f"expected ranks such as 0-15 or 0,3, got {text!r}")
         low = int(first)
         high = int(last or first)
         if not low <= high < MAX_RANKS:
-            raise ValueError(f"ranks are 0 to {MAX_RANKS - 1}, in ascending order, not {interval.strip()!r}")
+            raise ValueError(
+                f"expected ranks 0 to {MAX_RANKS - 1} in ascending order, got {interval.strip()!r}"
+            )
         ranks.update(range(low, high + 1))
     return frozenset(ranks)
 
@@ -444,7 +446,7 @@ async def _only_message(context: Any) -> Any:
             f"the request did not arrive within {_MESSAGE_SECONDS:g} seconds; retry"
         ) from None
     if request == grpc.aio.EOF:
-        raise WireError("the call has no request")
+        raise WireError("the call contains no request")
     return request
 
 

@@ -158,7 +158,7 @@ async def _held(turns: asyncio.Semaphore) -> AsyncIterator[None]:
     try:
         await asyncio.wait_for(turns.acquire(), _TURN_SECONDS)
     except asyncio.TimeoutError:
-        raise ExhaustedError("too many large requests are being read already; retry") from None
+        raise ExhaustedError("too many large requests are already being read; retry") from None
     try:
         yield
     finally:

@@ -250,7 +250,7 @@ class Decider:
             deployment.record_move_price(solved.price)
         if prior is not None:
             outcome = await self._offer(deployment, group, solved)
-            return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
+            return replace(outcome, message=f"{outcome.message}, based on the heat of {prior[1]}")
         outcome = await self._offer(deployment, group, solved, outlook, decision.cost)
         if deployment.session.time_price_is_due:
             if deployment.name in self._appraising:
@@ -314,7 +314,7 @@ class Decider:
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(self, deployment: Deployment, group: Group, snapshot: Snapshot) -> None:
-        """Estimate the time price once the plan has been sent, which is more urgent because the ranks wait for it."""
+        """Estimate the time price after the plan has been sent, because the ranks are waiting for the plan."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:

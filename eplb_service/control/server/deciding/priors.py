@@ -75,7 +75,7 @@ class Priors:
         if heat.shape != (shape.layers, shape.experts):
             raise PriorError(
                 f"the prior {source!r} has {layers} layers x {experts} experts, but the deployment has "
-                f"{shape.layers} x {shape.experts}; choose a source with the same model"
+                f"{shape.layers} x {shape.experts}; choose a source that serves the same model"
             )
         return heat, source
 
@@ -94,11 +94,11 @@ def _parse_sources(text: str) -> dict[str, str]:
         try:
             check_deployment(name, "the deployment")
         except WireError as error:
-            raise PriorError(f"{entry!r} is not a prior: {error}") from error
+            raise PriorError(f"{entry!r} is not a valid prior: {error}") from error
         if not source or name in sources or source == name:
             raise PriorError(
-                f"{entry!r} is not a prior; write DEPLOYMENT=SOURCE, one per deployment, with a source other "
-                "than itself"
+                f"{entry!r} is not a valid prior; use DEPLOYMENT=SOURCE, with one source per deployment, which must "
+                "not be the deployment itself"
             )
         sources[name] = source
     return sources
@@ -112,6 +112,6 @@ def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
         raise PriorError(str(error)) from error
     if not np.any(heat_TLE):
         raise PriorError(
-            f"{path}: none of the newest {len(heat_TLE)} steps has a token; choose another trace"
+            f"{path}: none of the newest {len(heat_TLE)} steps has any tokens; choose another trace"
         )
     return RememberedHeat(tuple(heat_TLE), heat_TLE.shape[1:])

@@ -111,7 +111,7 @@ class KubernetesLease:
         if record is None:
             raise LeaseError(
                 f"cannot create {self.described}: its namespace does not exist; "
-                "create it, or name another one with --lease"
+                "create it, or specify another namespace with --lease"
             )
         self._record = record
         self._claim = self._claim.followed_by(self._clock(), _claim(record))
@@ -151,7 +151,7 @@ class KubernetesLease:
             lambda: self._client.patch(Pod, pod, labels, namespace=namespace, patch_type=PatchType.MERGE)
         )
         if patched is None:
-            raise LeaseError(f"{self.described}: there is no pod {pod!r} to label; correct POD_NAME")
+            raise LeaseError(f"{self.described}: cannot label pod {pod!r}: no such pod; correct POD_NAME")
         self._labelled = leads
 
     def _write(self, holder: str, seconds: float, term: int) -> bool:
@@ -183,9 +183,9 @@ class KubernetesLease:
             code = error.response.status_code
             if code in (_ABSENT, _CONFLICT):
                 return None
-            raise LeaseError(f"{self.described}: the API server answers {code} {error}") from error
+            raise LeaseError(f"{self.described}: the API server responded with {code}: {error}") from error
         except Exception as error:
-            raise LeaseError(f"{self.described}: the API server does not answer: {error}") from error
+            raise LeaseError(f"{self.described}: the API server does not respond: {error}") from error
 
 
 def _claim(record: Record) -> Claim:

@@ -79,7 +79,7 @@ def checked_lease(text: str) -> str:
     if (kind == "file" and name) or (kind == "kubernetes" and _KUBERNETES.fullmatch(name)):
         return text
     raise ValueError(
-        "a lease is file:PATH, kubernetes:NAME or kubernetes:NAMESPACE/NAME; "
+        "expected file:PATH, kubernetes:NAME or kubernetes:NAMESPACE/NAME; "
         "names consist of lowercase letters, digits and '-'"
     )
 

@@ -165,7 +165,7 @@ class Streams:
             sending.out.set()
 
     def asked(self, deployment: str, reporting: Reporting) -> Reporting:
-        """Return the reporting that was last requested from the ranks; record ``reporting`` if there is none."""
+        """Return the ``Reporting`` last requested from the ranks. If there is none, record and return ``reporting``."""
         return self._asked.setdefault(deployment, reporting)
 
     def ask(self, deployment: str, reporting: Reporting) -> None:

@@ -117,7 +117,9 @@ class ControlPlane:
             self._follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self.observer.regrouped(name)
-            self.streams.replace_all(name, "another forming of the group has replaced this one")
+            self.streams.replace_all(
+                name, "the group has formed again; this stream belonged to the previous group"
+            )
         self.streams.add(name, hello.rank, stream)
         if deployment.plan is not None and deployment.plan.called_off:
             self.streams.call_off(name, CallOff(deployment.plan.plan_id), hello.rank)
@@ -236,8 +238,8 @@ class ControlPlane:
         reason = await self._writer.settle()
         if reason:
             raise NotStoredError(
-                f"{done}, but this is not stored, so a restart of the service loses it: {reason}. The service keeps "
-                "retrying; repeat the command to see if it is stored"
+                f"{done}, but this is not stored, so a restart of the service would lose it: {reason}. The service "
+                "keeps retrying; repeat the command to check if it has been stored"
             )
 
     async def history(self, name: str, limit: int) -> list[PastPlan]:
@@ -250,7 +252,7 @@ class ControlPlane:
         if deployment.connected:
             ranks = rank_list(sorted(member.rank for member in deployment.connected))
             raise ConflictError(
-                f"{ranks} of {deployment.name!r} still connected; stop the engines or the agents first"
+                f"{deployment.name!r} still has connected ranks ({ranks}); stop the engines or the agents first"
             )
         self.forget(deployment.name)
 
@@ -349,7 +351,7 @@ class ControlPlane:
         service_problems = list(self._writer.store.notices)
         if failing:
             service_problems.append(
-                f"the store cannot be written, so a restart loses the current changes: {failing}"
+                f"the store cannot be written, so a restart would lose the current changes: {failing}"
             )
         expiring = {
             setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)

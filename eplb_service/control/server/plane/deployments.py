@@ -131,7 +131,7 @@ class KnownDeployments:
         if not candidates:
             raise ExhaustedError(
                 f"the service already has {len(self.by_name)} deployments, its maximum; "
-                "remove those that will not come back: `eplb forget NAME`"
+                "remove deployments that will not return: `eplb forget NAME`"
             )
         return candidates[0].name
 
@@ -159,7 +159,7 @@ class KnownDeployments:
                 resting.append(deployment)
         if used + needed > limit:
             raise ExhaustedError(
-                f"heat of this shape needs {needed >> 20} MiB, but {used >> 20} MiB of the {limit >> 20} MiB that "
+                f"the heat of this shape needs {needed >> 20} MiB, but {used >> 20} MiB of the {limit >> 20} MiB that "
                 "max_heat_bytes allows are in use; raise max_heat_bytes or lower window_steps"
             )
         for deployment in resting:

@@ -283,7 +283,7 @@ class HttpServer:
         address = host if host.rpartition("]")[2].count(":") else f"{host}:0"
         is_local = self._local_page or is_loopback(self._address)
         if is_local and not self._gate.credentials.are_asked_for and not is_loopback(address):
-            raise web.HTTPForbidden(text=f"use the name localhost for this service, not {host[:64]!r}")
+            raise web.HTTPForbidden(text=f"access this service as localhost, not {host[:64]!r}")
 
     async def _call(self, request: web.Request, token: str, host: str) -> Any:
         """Call the operator service and return its message or document; raises ``HTTPException`` on errors."""
@@ -353,9 +353,9 @@ async def _add_headers(_request: web.Request, response: web.StreamResponse) -> N
 
 
 def _host_of(request: web.Request) -> str:
-    """Return the caller's address; raises ``HTTPException`` if the connection has ended."""
+    """Return the caller's address; raises ``HTTPException`` if the connection was closed."""
     if request.remote is None:
-        raise web.HTTPBadRequest(text="the connection has ended")
+        raise web.HTTPBadRequest(text="the connection was closed")
     return request.remote
 
 

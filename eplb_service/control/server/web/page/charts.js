@@ -119,7 +119,7 @@ export function drawLoads({ status, layers, agents, balance }) {
   at("loads-lead").textContent = loads.length
     ? `Load of each rank relative to the mean of the layer, over the newest ${balance.load_steps} steps. Right: PAR of each layer, ` +
       "planned PAR (orange) and noise floor (grey). Top: number of layers in which a rank is the most loaded."
-    : "No measurements of the load yet.";
+    : "No load measurements yet.";
   if (!loads.length) { at("loads-legend").replaceChildren(); return; }
   const limit = Math.max(1.5, Math.ceil(Math.max(...loads.map((row) => Math.max(...row))) / 250) / 4);
   const colour = colours(limit);

@@ -91,7 +91,7 @@ function failed(error) {
   document.body.classList.add("stale");
   at("live").className = "lost";
   const seconds = Math.round((Date.now() - lastResponse) / 1000);
-  at("live").textContent = lastResponse ? `no response for ${seconds} s` : "the service does not answer";
+  at("live").textContent = lastResponse ? `no response for ${seconds} s` : "the service does not respond";
   at("live").title = error.message;
 }
 
