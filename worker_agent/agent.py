@@ -25,7 +25,7 @@ from worker_agent.runtime import REAL, Runtime
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.driver import SwitchDriver, SwitchStats
+from worker_agent.swap.driver import SwitchCallbacks, SwitchDriver, SwitchStats
 from worker_agent.swap.rank_layout import RankLayout
 from worker_agent.swap.record import History
 from worker_agent.swap.rendezvous import Rendezvous, meet
@@ -129,16 +129,9 @@ class Agent:
         self._in_votes = Stopwatch()
         self._outbox = Outbox(runtime=runtime)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
+        callbacks = SwitchCallbacks(self._outbox.put, self._heat.cut, on_commit)
         self._switch = SwitchDriver(
-            layers,
-            settings,
-            rendezvous,
-            self._clock,
-            self._history,
-            self._outbox.put,
-            self._heat.cut,
-            on_commit,
-            runtime,
+            layers, settings, rendezvous, self._clock, self._history, callbacks, runtime
         )
         self._stream = ServiceStream(
             settings,

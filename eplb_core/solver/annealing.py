@@ -101,7 +101,7 @@ def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, 
     ranks = phy2log_RS.shape[0]
     state = _state_at(phy2log_RS, scaled_EN)
     current_RS, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
-    load_RN, load_NR, rank_KN, peak_KN = top
+    _, load_NR, rank_KN, peak_KN = top
     current = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, 0, changed_R1, changed_RN)
     best_RS: Int32 = phy2log_RS.copy()
     best = current
@@ -116,16 +116,14 @@ def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, 
         if change.swaps:
             if not _may_swap(load_NR, scaled_EN, replicas_E, holds_ER, change):
                 continue
-            count = _note_swap(load_RN, scaled_EN, replicas_E, change, rank_K, changed_R1, changed_RN)
+            count = _note_swap(state, scaled_EN, change)
             rank = change.rank
             target = change.target
             par = peak_of_two_changed(top, share_N, rank, target, changed_RN[rank], changed_RN[target])
         else:
             if not _may_pass(load_NR, scaled_EN, replicas_E, holds_ER, holder_EK, change):
                 continue
-            count = _note_pass(
-                load_RN, scaled_EN, replicas_E, holds_ER, holder_EK, change, rank_K, changed_R1, changed_RN
-            )
+            count = _note_pass(state, scaled_EN, change)
             par = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
         if par <= current or par <= current + bearable(temperature, state_1):
             _apply_change(state, change, count)
@@ -290,16 +288,10 @@ def _may_pass(
 
 
 @part
-def _note_swap(
-    load_RN: Float32,
-    scaled_EN: Float32,
-    replicas_E: Int32,
-    change: _Change,
-    rank_K: Int32,
-    changed_R1: Bool,
-    changed_RN: Float32,
-) -> int:
+def _note_swap(state: _State, scaled_EN: Float32, change: _Change) -> int:
     """Write both ranks' loads after a swap into ``changed_RN`` and return the number of changed ranks, 2."""
+    _, replicas_E, _, _, top, rank_K, changed_R1, changed_RN = state
+    load_RN = top.load_RN
     rank = change.rank
     target = change.target
     expert = change.expert
@@ -318,21 +310,13 @@ def _note_swap(
 
 
 @part
-def _note_pass(
-    load_RN: Float32,
-    scaled_EN: Float32,
-    replicas_E: Int32,
-    holds_ER: Bool,
-    holder_EK: Int32,
-    change: _Change,
-    rank_K: Int32,
-    changed_R1: Bool,
-    changed_RN: Float32,
-) -> int:
+def _note_pass(state: _State, scaled_EN: Float32, change: _Change) -> int:
     """Write the new loads of all ranks with either expert into ``changed_RN`` and return the number of these ranks.
 
     The loads are those after a replica has passed from one expert to the other.
     """
+    _, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
+    load_RN = top.load_RN
     gainer = change.expert
     loser = change.target_expert
     gained = share_of(replicas_E[gainer] + 1)

@@ -148,16 +148,16 @@ def loads_in_episodes(phy2log_RS: Int32, share_RS: Float32, scaled_EN: Float32) 
 
 
 class SmoothMax(NamedTuple):
-    """Pressures of all ranks, with their base and scale."""
+    """Pressures of all ranks, and the scale on which they are measured."""
 
     base: float
     """Risk at which the pressure is 0."""
     scale: float
     """1 / (peak - base)."""
-    peak: float
-    """Highest risk of any rank."""
     pressure_R: Float32
     """float32 ``[R]``, pressure of each rank: 1 for the hottest rank, 0 at or below the base."""
+    z: float
+    """Weight of the standard deviation in the risks."""
 
 
 @kernel
@@ -198,7 +198,7 @@ def smooth_max_of(load_R: Float32, variance_R: Float32, z: float) -> SmoothMax:
     pressure_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
         pressure_R[r] = smooth_term(risk_R[r], base, scale)
-    return SmoothMax(base, scale, peak, pressure_R)
+    return SmoothMax(base, scale, pressure_R, z)
 
 
 @kernel

@@ -45,6 +45,9 @@ def part(function: Function) -> Function:
     Use it for functions that take only about 50 ns, because a call would add another 50 ns. Numba inlines the
     statements before it compiles the caller. The function gets its own compiled version only if Python calls it
     directly.
+
+    In a hot loop, pass single arrays instead of named tuples, because numba counts the references to all arrays of a
+    tuple at each inlined call. Passing ``annealing._State`` to each part makes annealing 1.5 times as slow.
     """
     return _compile(function, {"inline": "always"})
 

@@ -17,6 +17,8 @@ E. Aarts, J. K. Lenstra (editors), *Local Search in Combinatorial Optimization*,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_core.solver.construction import Assignment, replace, share_of, shift_load
@@ -79,29 +81,26 @@ def local_search(
     Int32
         int32 ``[K, R, S]``, a placement for each price.
     """
-    ranks, slots = assignment.phy2log_RS.shape
+    ranks = assignment.phy2log_RS.shape[0]
     swaps = swaps_of(assignment, heat)
     frugal = False
     for price in price_K:
         frugal = frugal or price > 0
-    away = _slots_away(assignment.phy2log_RS, home_ER)
+    away = slots_away(assignment.phy2log_RS, home_ER)
     smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-    best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    cost_K = np.full(price_K.shape[0], np.inf)
-    _record_cheapest(assignment.phy2log_RS, smooth_peak(smooth_max), away, price_K, cost_K, best_KRS)
+    cheapest = nothing_visited(price_K, assignment.phy2log_RS)
+    record_visit(cheapest, assignment.phy2log_RS, smooth_peak(smooth_max), away, 0.0)
     last_gain = 0
     for step in range(steps):
         if frugal and step - last_gain > FRUITLESS:
             break
         hot = hottest_of(smooth_max)
-        hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
+        hot_slot, rank, slot, swap_relief = best_swap(assignment, heat, smooth_max, hot, MIN_RELIEF, swaps)
         gainer_slot = -1
         if hot_slot < 0 or (frugal and step % EXCHANGES == 0):
             # A swap costs two moves and an exchange only one, so half the relief is enough.
             bound = max(0.5 * swap_relief, MIN_RELIEF)
-            gainer_slot, loser_rank, loser_slot, _ = _best_exchange(
-                assignment, heat, smooth_max, hot, z, bound
-            )
+            gainer_slot, loser_rank, loser_slot, _ = _best_exchange(assignment, heat, smooth_max, hot, bound)
         if gainer_slot >= 0:
             gainer = assignment.phy2log_RS[hot, gainer_slot]
             loser = assignment.phy2log_RS[loser_rank, loser_slot]
@@ -114,32 +113,46 @@ def local_search(
         else:
             break
         smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-        peak = smooth_peak(smooth_max)
-        if _record_cheapest(assignment.phy2log_RS, peak, away, price_K, cost_K, best_KRS):
+        if record_visit(cheapest, assignment.phy2log_RS, smooth_peak(smooth_max), away, 0.0):
             last_gain = step
-    return best_KRS
+    return cheapest.placement_KRS
+
+
+class Cheapest(NamedTuple):
+    """Cheapest placement that a search has visited so far, for each price. All arrays are updated in place."""
+
+    price_K: Float64
+    """float64 ``[K]``, prices in PAR per slot whose expert is not at home."""
+    cost_K: Float64
+    """float64 ``[K]``, costs of the placements: value of the objective + price * slots away from home."""
+    placement_KRS: Int32
+    """int32 ``[K, R, S]``, the placements."""
+
+
+@part
+def nothing_visited(price_K: Float64, phy2log_RS: Int32) -> Cheapest:
+    """Return a record without placements, for placements of the size of ``phy2log_RS``."""
+    prices = price_K.shape[0]
+    ranks, slots = phy2log_RS.shape
+    return Cheapest(price_K, np.full(prices, np.inf), np.empty((prices, ranks, slots), dtype=np.int32))
 
 
 @kernel
-def _record_cheapest(
-    phy2log_RS: Int32, peak: float, away: int, price_K: Float64, cost_K: Float64, best_KRS: Int32
-) -> bool:
-    """Record the placement for each price at which it is the cheapest so far.
+def record_visit(cheapest: Cheapest, phy2log_RS: Int32, value: float, away: int, margin: float) -> bool:
+    """Record a placement for each price at which it is the cheapest so far.
 
     Parameters
     ----------
+    cheapest
+        The record, updated in place.
     phy2log_RS
         int32 ``[R, S]``, the placement.
-    peak
-        Smooth peak of the placement.
+    value
+        Value of the search's objective for the placement.
     away
         Number of slots whose expert is not at home.
-    price_K
-        float64 ``[K]``, prices in PAR per such slot.
-    cost_K
-        float64 ``[K]``, lowest cost so far at each price; updated in place.
-    best_KRS
-        int32 ``[K, R, S]``, placements with these costs; updated in place.
+    margin
+        Minimum difference in cost from the placement recorded so far.
 
     Returns
     -------
@@ -147,17 +160,17 @@ def _record_cheapest(
         True if the placement was recorded for any price.
     """
     improves = False
-    for k in range(price_K.shape[0]):
-        cost = peak + price_K[k] * away
-        if cost < cost_K[k]:
-            cost_K[k] = cost
-            set_placement(best_KRS[k], phy2log_RS)
+    for k in range(cheapest.price_K.shape[0]):
+        cost = value + cheapest.price_K[k] * away
+        if cost < cheapest.cost_K[k] - margin:
+            cheapest.cost_K[k] = cost
+            set_placement(cheapest.placement_KRS[k], phy2log_RS)
             improves = True
     return improves
 
 
 @part
-def _slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
+def slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
     """Return the number of slots whose expert is not at home on their rank."""
     ranks, slots = phy2log_RS.shape
     away = 0
@@ -168,56 +181,9 @@ def _slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
     return away
 
 
-@part
-def risk_of_both(
-    assignment: Assignment,
-    heat: Heat,
-    rank: int,
-    expert_a: int,
-    share_a: float,
-    expert_b: int,
-    share_b: float,
-    z: float,
-) -> float:
-    """Return the risk of a rank after the token shares of two of its experts change.
-
-    Parameters
-    ----------
-    assignment
-        The placement before the change.
-    heat
-        Normalised heat of the layer.
-    rank
-        The rank.
-    expert_a
-        First expert.
-    share_a
-        Change in the fraction of ``expert_a``'s tokens that the rank receives.
-    expert_b
-        Second expert.
-    share_b
-        Change in the fraction of ``expert_b``'s tokens that the rank receives.
-    z
-        Weight of the standard deviation.
-    """
-    two = np.float32(2.0)
-    load = assignment.load_R[rank] + share_a * heat.mean_E[expert_a] + share_b * heat.mean_E[expert_b]
-    variance = (
-        assignment.variance_R[rank]
-        + share_a * share_a * heat.gram_EE[expert_a, expert_a]
-        + share_b * share_b * heat.gram_EE[expert_b, expert_b]
-    )
-    variance += two * (
-        share_a * share_b * heat.gram_EE[expert_a, expert_b]
-        + share_a * assignment.cross_RE[rank, expert_a]
-        + share_b * assignment.cross_RE[rank, expert_b]
-    )
-    return risk(load, variance, z)
-
-
 @kernel
 def _best_exchange(
-    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, z: float, bound: float
+    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, bound: float
 ) -> tuple[int, int, int, float]:
     """Find the exchange that gives an expert of ``hot`` one more replica and reduces the pressure most.
 
@@ -231,6 +197,7 @@ def _best_exchange(
         Slot of the gainer on ``hot``, rank and slot of the loser, and the reduction of the pressure. The first three
         are -1 if no exchange exceeds ``bound``.
     """
+    zero = np.float32(0.0)
     ranks, slots = assignment.phy2log_RS.shape
     burden_P = np.empty(ranks * slots, dtype=np.float32)
     burden_E = np.empty(assignment.replicas_E.shape[0], dtype=np.float32)
@@ -241,23 +208,15 @@ def _best_exchange(
         if assignment.replicas_E[gainer] == ranks:
             continue
         share = share_of(assignment.replicas_E[gainer] + 1)
-        gainer_relief = np.float32(0.0)
+        gainer_relief = zero
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
-                gainer_relief += smooth_max.pressure_R[r] - _pressure_with(
-                    assignment,
-                    heat,
-                    smooth_max,
-                    r,
-                    z,
-                    gainer,
-                    share - assignment.share_ER[gainer, r],
-                    gainer,
-                    np.float32(0.0),
-                )
+                thinner = share - assignment.share_ER[gainer, r]
+                pressure = _pressure_with(assignment, heat, smooth_max, r, gainer, thinner, gainer, zero)
+                gainer_relief += smooth_max.pressure_R[r] - pressure
         if gainer_relief <= bound:
             continue
-        _lay_out_burdens(assignment, heat, smooth_max, z, gainer, share, burden_P, burden_E)
+        _lay_out_burdens(assignment, heat, smooth_max, gainer, share, burden_P, burden_E)
         gained_load = share * heat.mean_E[gainer]
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
@@ -276,7 +235,7 @@ def _best_exchange(
                 ):
                     continue
                 rank_burden = (
-                    _pressure_with(assignment, heat, smooth_max, r, z, gainer, share, loser, -lost_share)
+                    _pressure_with(assignment, heat, smooth_max, r, gainer, share, loser, -lost_share)
                     - smooth_max.pressure_R[r]
                 )
                 relief = gainer_relief - rank_burden - (burden_E[loser] - burden_P[r * slots + t])
@@ -291,7 +250,6 @@ def _lay_out_burdens(
     assignment: Assignment,
     heat: Heat,
     smooth_max: SmoothMax,
-    z: float,
     gainer: int,
     gainer_share: float,
     burden_P: Float32,
@@ -307,8 +265,6 @@ def _lay_out_burdens(
         Normalised heat of the layer.
     smooth_max
         Current pressures.
-    z
-        Weight of the standard deviation.
     gainer
         Expert that gains a replica.
     gainer_share
@@ -329,8 +285,8 @@ def _lay_out_burdens(
             burden = zero
             if assignment.replicas_E[loser] > 1 and loser != gainer:
                 thicker = share_of(assignment.replicas_E[loser] - 1) - assignment.share_ER[loser, r]
-                burden += _pressure_with(assignment, heat, smooth_max, r, z, gainer, thinner, loser, thicker)
-                burden -= _pressure_with(assignment, heat, smooth_max, r, z, gainer, thinner, loser, zero)
+                burden += _pressure_with(assignment, heat, smooth_max, r, gainer, thinner, loser, thicker)
+                burden -= _pressure_with(assignment, heat, smooth_max, r, gainer, thinner, loser, zero)
             burden_P[r * slots + t] = burden
             burden_E[loser] += burden
 
@@ -341,15 +297,45 @@ def _pressure_with(
     heat: Heat,
     smooth_max: SmoothMax,
     rank: int,
-    z: float,
     expert_a: int,
     share_a: float,
     expert_b: int,
     share_b: float,
 ) -> float:
-    """Return the pressure of a rank after the token shares of two of its experts change; see ``risk_of_both``."""
-    changed_risk = risk_of_both(assignment, heat, rank, expert_a, share_a, expert_b, share_b, z)
-    return smooth_term(changed_risk, smooth_max.base, smooth_max.scale)
+    """Return the pressure of a rank after the token shares of two of its experts change.
+
+    Parameters
+    ----------
+    assignment
+        The placement before the change.
+    heat
+        Normalised heat of the layer.
+    smooth_max
+        Scale of the pressures.
+    rank
+        The rank.
+    expert_a
+        First expert.
+    share_a
+        Change in the fraction of ``expert_a``'s tokens that the rank receives.
+    expert_b
+        Second expert.
+    share_b
+        Change in the fraction of ``expert_b``'s tokens that the rank receives.
+    """
+    two = np.float32(2.0)
+    load = assignment.load_R[rank] + share_a * heat.mean_E[expert_a] + share_b * heat.mean_E[expert_b]
+    variance = (
+        assignment.variance_R[rank]
+        + share_a * share_a * heat.gram_EE[expert_a, expert_a]
+        + share_b * share_b * heat.gram_EE[expert_b, expert_b]
+    )
+    variance += two * (
+        share_a * share_b * heat.gram_EE[expert_a, expert_b]
+        + share_a * assignment.cross_RE[rank, expert_a]
+        + share_b * assignment.cross_RE[rank, expert_b]
+    )
+    return smooth_term(risk(load, variance, smooth_max.z), smooth_max.base, smooth_max.scale)
 
 
 @kernel

@@ -274,7 +274,7 @@ def heat_of(heat_NE: Float64, ranks: int) -> Heat:
 
 
 @part
-def set_row(row: Int32 | Float32, values: Int32 | Float32) -> None:
+def set_row(row: Int32 | Float32 | Float64, values: Int32 | Float32 | Float64) -> None:
     """Copy ``values`` into ``row``.
 
     With ``row[:] = values``, numba would spend a second compiling an error message that can never occur.

@@ -19,6 +19,7 @@ import numpy as np
 
 from eplb_core.solver.annealing import bearable, draw
 from eplb_core.solver.jit import kernel
+from eplb_core.solver.local_search import nothing_visited, record_visit, slots_away
 from eplb_core.solver.model import (
     Bool,
     Float32,
@@ -28,7 +29,6 @@ from eplb_core.solver.model import (
     Int64,
     SearchParams,
     UInt64,
-    set_placement,
 )
 from eplb_core.solver.stepwise import Replicas, level, replicas_in, split_evenly
 
@@ -45,6 +45,8 @@ _STRESS = 1.5
 """Factor by which a scenario's deviation from the mean heat is amplified. A placement that is perfect for the observed
 steps has no headroom for other steps: with a factor of 1, the PAR on the next window of recorded routing is up to 1 %
 higher."""
+_MIN_SAVING = 1e-9
+"""Minimum cost reduction that is not a rounding error."""
 
 
 class _Change(NamedTuple):
@@ -124,24 +126,18 @@ def _step_search(
     seed: int,
 ) -> Int32:
     """Anneal at the last price and return the cheapest placement visited for each price, int32 ``[K, R, S]``."""
-    ranks, slots = phy2log_RS.shape
+    ranks = phy2log_RS.shape[0]
     experts = scaled_EN.shape[0]
     current_RS = phy2log_RS.copy()
     replicas = replicas_in(current_RS, experts)
     current = _scenarios_under(replicas, scaled_EN, share_N, ranks)
     trial = _scenarios_under(replicas, scaled_EN, share_N, ranks)
     ratio = 0.0
-    moves = 0
     for n in range(share_N.shape[0]):
         ratio += share_N[n] * current.level_N[n]
-    for r in range(ranks):
-        for s in range(slots):
-            moves += not home_ER[current_RS[r, s], r]
-    best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    cost_K = np.empty(price_K.shape[0])
-    for k in range(price_K.shape[0]):
-        set_placement(best_KRS[k], current_RS)
-        cost_K[k] = ratio + price_K[k] * moves
+    moves = slots_away(current_RS, home_ER)
+    cheapest = nothing_visited(price_K, current_RS)
+    record_visit(cheapest, current_RS, ratio, moves, _MIN_SAVING)
     price = price_K[-1]
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
     for k in range(tries):
@@ -165,12 +161,8 @@ def _step_search(
         current, trial = trial, current
         ratio = trial_ratio
         moves += extra_moves
-        for j in range(price_K.shape[0]):
-            cost = ratio + price_K[j] * moves
-            if cost < cost_K[j] - 1e-9:
-                cost_K[j] = cost
-                set_placement(best_KRS[j], current_RS)
-    return best_KRS
+        record_visit(cheapest, current_RS, ratio, moves, _MIN_SAVING)
+    return cheapest.placement_KRS
 
 
 @kernel

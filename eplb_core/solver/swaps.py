@@ -105,7 +105,7 @@ def lay_out(assignment: Assignment, heat: Heat, swaps: Swaps, rank: int) -> None
 
 @kernel
 def best_swap(
-    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, z: float, bound: float, swaps: Swaps
+    assignment: Assignment, heat: Heat, smooth_max: SmoothMax, hot: int, bound: float, swaps: Swaps
 ) -> tuple[int, int, int, float]:
     """Find the swap between ``hot`` and any other rank that reduces the pressure most.
 
@@ -119,8 +119,6 @@ def best_swap(
         Current pressures.
     hot
         The hottest rank.
-    z
-        Weight of the standard deviation.
     bound
         Reduction of the pressure that the swap must exceed.
     swaps
@@ -137,7 +135,7 @@ def best_swap(
     zero = np.float32(0.0)
     two = np.float32(2.0)
     infinite = np.float32(np.inf)
-    z32 = np.float32(z)
+    z32 = np.float32(smooth_max.z)
     base = np.float32(smooth_max.base)
     scale = np.float32(smooth_max.scale)
     hot_load_P = swaps.hot_load_P

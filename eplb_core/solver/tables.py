@@ -18,6 +18,8 @@ R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969 (LPT).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_core.solver.construction import (
@@ -38,6 +40,19 @@ from eplb_core.solver.evaluation import (
 from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Episodes, Float32, Heat, Int32
 from eplb_core.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
+
+
+class TablesByExpert(NamedTuple):
+    """Tables in which the sources of one expert are contiguous, with the slots that they can choose."""
+
+    chosen_EG: Int32
+    """int32 ``[E, G]``, physical id to which each source sends its tokens of each expert, updated in place."""
+    share_EG: Float32
+    """float32 ``[E, G]``, fraction of each expert's tokens that comes from each source."""
+    first_E1: Int32
+    """int32 ``[E + 1]``, as returned by ``slots_by_expert``."""
+    slot_P: Int32
+    """int32 ``[P]``, as returned by ``slots_by_expert``."""
 
 
 @kernel
@@ -185,8 +200,8 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     order_EG = np.zeros_like(chosen_EG)
     replicated_X = np.flatnonzero(np.diff(first_E1) > 1)
     order_EG[replicated_X] = largest_first(share_EG[replicated_X])
-    assignment = _assign_shares(phy2log_RS, chosen_EG, first_E1, slot_P, heat, share_EG, order_E, order_EG, z)
-    cool(assignment, chosen_EG, first_E1, slot_P, heat, share_EG, z)
+    tables = TablesByExpert(chosen_EG, share_EG, first_E1, slot_P)
+    cool(_assign_shares(phy2log_RS, tables, heat, order_E, order_EG, z), tables, heat, z)
     chosen_GE = np.ascontiguousarray(chosen_EG.T)
     chosen_par = tables_par(phy2log_RS, chosen_GE, heat.episodes, share_GE)
     if chosen_par < rule_par:
@@ -196,15 +211,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
 
 @kernel
 def _assign_shares(
-    phy2log_RS: Int32,
-    chosen_EG: Int32,
-    first_E1: Int32,
-    slot_P: Int32,
-    heat: Heat,
-    share_EG: Float32,
-    order_E: Int32,
-    order_EG: Int32,
-    z: float,
+    phy2log_RS: Int32, tables: TablesByExpert, heat: Heat, order_E: Int32, order_EG: Int32, z: float
 ) -> Assignment:
     """Assign each source's share of an expert to the replica whose rank stays coolest, hottest experts first.
 
@@ -215,16 +222,10 @@ def _assign_shares(
     ----------
     phy2log_RS
         int32 ``[R, S]``, placement.
-    chosen_EG
-        int32 ``[E, G]``, tables, changed in place. Shares without tokens keep their entry.
-    first_E1
-        int32 ``[E + 1]``, as returned by ``slots_by_expert``.
-    slot_P
-        int32 ``[P]``, as returned by ``slots_by_expert``.
+    tables
+        Tables, changed in place. Shares without tokens keep their entry.
     heat
         Heat of the layer.
-    share_EG
-        float32 ``[E, G]``, each source's share of the expert's tokens.
     order_E
         int32 ``[E]``, experts, hottest first.
     order_EG
@@ -237,6 +238,7 @@ def _assign_shares(
     Assignment
         The placement with its loads under the tables.
     """
+    chosen_EG, share_EG, first_E1, slot_P = tables
     slots = phy2log_RS.shape[1]
     experts = share_EG.shape[0]
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
@@ -245,9 +247,7 @@ def _assign_shares(
             only_slot = slot_P[first_E1[e]]
             share_RS[only_slot // slots, only_slot % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, heat)
-    load_K = _replica_scratch(first_E1)
-    variance_K = _replica_scratch(first_E1)
-    cross_K = _replica_scratch(first_E1)
+    load_K, variance_K, cross_K = _ranks_of_replicas(first_E1)
     added_K = _replica_scratch(first_E1)
     risk_K = _replica_scratch(first_E1)
     for e in order_E:
@@ -279,15 +279,7 @@ def _assign_shares(
 
 
 @kernel
-def cool(
-    assignment: Assignment,
-    chosen_EG: Int32,
-    first_E1: Int32,
-    slot_P: Int32,
-    heat: Heat,
-    share_EG: Float32,
-    z: float,
-) -> None:
+def cool(assignment: Assignment, tables: TablesByExpert, heat: Heat, z: float) -> None:
     """Move shares off the hottest rank as long as both ranks involved end up cooler than the hottest rank was.
 
     Each step makes the move that minimises the risk of the hotter of the two ranks.
@@ -296,16 +288,10 @@ def cool(
     ----------
     assignment
         Placement with its loads, changed in place.
-    chosen_EG
-        int32 ``[E, G]``, tables, changed in place.
-    first_E1
-        int32 ``[E + 1]``, as returned by ``slots_by_expert``.
-    slot_P
-        int32 ``[P]``, as returned by ``slots_by_expert``.
+    tables
+        Tables, changed in place.
     heat
         Heat of the layer.
-    share_EG
-        float32 ``[E, G]``, each source's share of the expert's tokens.
     z
         Weight of the standard deviation in a rank's risk.
     """
@@ -313,68 +299,107 @@ def cool(
     risk_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
         risk_R[r] = risk(assignment.load_R[r], assignment.variance_R[r], z)
-    load_K = _replica_scratch(first_E1)
-    variance_K = _replica_scratch(first_E1)
-    cross_K = _replica_scratch(first_E1)
-    hot_risk_G = np.empty(share_EG.shape[1], dtype=np.float32)
-    infinite = np.float32(np.inf)
-    z32 = np.float32(z)
+    ranks_K = _ranks_of_replicas(tables.first_E1)
+    hot_risk_G = np.empty(tables.share_EG.shape[1], dtype=np.float32)
     for _ in range(4 * ranks * slots):
         hot = 0
         for r in range(1, ranks):
             if risk_R[r] > risk_R[hot]:
                 hot = r
-        lowest = risk_R[hot] - MIN_GAIN
-        best_slot = -1
-        best_source = -1
-        best_target = -1
-        for slot in range(slots):
-            e = assignment.phy2log_RS[hot, slot]
-            if assignment.replicas_E[e] == 1:
-                continue
-            hot_slot = hot * slots + slot
-            first = first_E1[e]
-            replicas = first_E1[e + 1] - first_E1[e]
-            mean = heat.mean_E[e]
-            expert_variance = heat.gram_EE[e, e]
-            load = assignment.load_R[hot]
-            variance = assignment.variance_R[hot]
-            cross = assignment.cross_RE[hot, e]
-            _look_up(assignment, e, slot_P[first : first + replicas], load_K, variance_K, cross_K)
-            share_G = share_EG[e]
-            chosen_G = chosen_EG[e]
-            for g in range(share_G.shape[0]):
-                share = share_G[g]
-                hot_variance = variance - share * (np.float32(2.0) * cross - share * expert_variance)
-                hot_risk_G[g] = risk(load - share * mean, hot_variance, z32)
-                # Skip sources that do not use this slot or have no tokens.
-                if chosen_G[g] != hot_slot or share <= 0:
-                    hot_risk_G[g] = infinite
-            for g in range(share_G.shape[0]):
-                hot_risk = hot_risk_G[g]
-                share = share_G[g]
-                if hot_risk >= lowest:
-                    continue
-                for k in range(replicas):
-                    target_variance = variance_K[k] + share * (
-                        np.float32(2.0) * cross_K[k] + share * expert_variance
-                    )
-                    after = max(hot_risk, risk(load_K[k] + share * mean, target_variance, z))
-                    if after < lowest and slot_P[first + k] != hot_slot:
-                        lowest = after
-                        best_slot = slot
-                        best_source = g
-                        best_target = first + k
-        if best_slot < 0:
+        limit = risk_R[hot] - MIN_GAIN
+        hot_slot, source, target_slot = _coolest_move(
+            assignment, tables, heat, z, hot, limit, ranks_K, hot_risk_G
+        )
+        if hot_slot < 0:
             return
-        e = assignment.phy2log_RS[hot, best_slot]
-        share = share_EG[e, best_source]
-        target_rank = slot_P[best_target] // slots
+        e = assignment.phy2log_RS[hot, hot_slot]
+        share = tables.share_EG[e, source]
+        target_rank = target_slot // slots
         shift_load(assignment, heat, e, hot, -share)
-        chosen_EG[e, best_source] = slot_P[best_target]
+        tables.chosen_EG[e, source] = target_slot
         shift_load(assignment, heat, e, target_rank, share)
         risk_R[hot] = risk(assignment.load_R[hot], assignment.variance_R[hot], z)
         risk_R[target_rank] = risk(assignment.load_R[target_rank], assignment.variance_R[target_rank], z)
+
+
+@kernel
+def _coolest_move(
+    assignment: Assignment,
+    tables: TablesByExpert,
+    heat: Heat,
+    z: float,
+    hot: int,
+    limit: float,
+    ranks_K: _RanksOfReplicas,
+    hot_risk_G: Float32,
+) -> tuple[int, int, int]:
+    """Find the move of a share off ``hot`` that minimises the risk of the hotter of the two ranks.
+
+    Parameters
+    ----------
+    assignment
+        Placement with its loads.
+    tables
+        Tables.
+    heat
+        Heat of the layer.
+    z
+        Weight of the standard deviation in a rank's risk.
+    hot
+        The hottest rank.
+    limit
+        Upper bound on the risk of both ranks after the move.
+    ranks_K
+        Scratch memory.
+    hot_risk_G
+        float32 ``[G]``, scratch memory.
+
+    Returns
+    -------
+    tuple of int, int and int
+        Slot on ``hot``, source, and physical id of the slot that receives the source's tokens. The first is -1 if no
+        move stays below ``limit``.
+    """
+    chosen_EG, share_EG, first_E1, slot_P = tables
+    load_K, variance_K, cross_K = ranks_K
+    slots = assignment.phy2log_RS.shape[1]
+    infinite = np.float32(np.inf)
+    z32 = np.float32(z)
+    load = assignment.load_R[hot]
+    variance = assignment.variance_R[hot]
+    lowest = limit
+    best = (-1, -1, -1)
+    for slot in range(slots):
+        e = assignment.phy2log_RS[hot, slot]
+        if assignment.replicas_E[e] == 1:
+            continue
+        hot_slot = hot * slots + slot
+        slot_K = slot_P[first_E1[e] : first_E1[e + 1]]
+        mean = heat.mean_E[e]
+        expert_variance = heat.gram_EE[e, e]
+        cross = assignment.cross_RE[hot, e]
+        _look_up(assignment, e, slot_K, load_K, variance_K, cross_K)
+        share_G = share_EG[e]
+        chosen_G = chosen_EG[e]
+        for g in range(share_G.shape[0]):
+            share = share_G[g]
+            hot_variance = variance - share * (np.float32(2.0) * cross - share * expert_variance)
+            hot_risk_G[g] = risk(load - share * mean, hot_variance, z32)
+            # Skip sources that do not use this slot or have no tokens.
+            if chosen_G[g] != hot_slot or share <= 0:
+                hot_risk_G[g] = infinite
+        for g in range(share_G.shape[0]):
+            hot_risk = hot_risk_G[g]
+            share = share_G[g]
+            if hot_risk >= lowest:
+                continue
+            for k in range(slot_K.shape[0]):
+                added_variance = share * (np.float32(2.0) * cross_K[k] + share * expert_variance)
+                after = max(hot_risk, risk(load_K[k] + share * mean, variance_K[k] + added_variance, z))
+                if after < lowest and slot_K[k] != hot_slot:
+                    lowest = after
+                    best = (slot, g, np.int64(slot_K[k]))
+    return best
 
 
 @kernel
@@ -384,6 +409,25 @@ def _replica_scratch(first_E1: Int32) -> Float32:
     for e in range(first_E1.shape[0] - 1):
         max_replicas = max(max_replicas, first_E1[e + 1] - first_E1[e])
     return np.empty(max_replicas, dtype=np.float32)
+
+
+class _RanksOfReplicas(NamedTuple):
+    """Loads of the ranks that hold an expert, so that they are looked up once for all its sources."""
+
+    load_K: Float32
+    """float32 ``[K]``, mean load of the rank of each replica."""
+    variance_K: Float32
+    """float32 ``[K]``, variance of the rank's load."""
+    cross_K: Float32
+    """float32 ``[K]``, covariance of the rank's load and the expert."""
+
+
+@part
+def _ranks_of_replicas(first_E1: Int32) -> _RanksOfReplicas:
+    """Return arrays for the expert that has the most replicas, without values."""
+    return _RanksOfReplicas(
+        _replica_scratch(first_E1), _replica_scratch(first_E1), _replica_scratch(first_E1)
+    )
 
 
 @part
@@ -442,7 +486,7 @@ def swap_through_tables(
     smooth_max = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     for _ in range(steps):
         hot = hottest_of(smooth_max)
-        slot, rank, rank_slot, _ = best_swap(assignment, heat, smooth_max, hot, z, MIN_RELIEF, swaps)
+        slot, rank, rank_slot, _ = best_swap(assignment, heat, smooth_max, hot, MIN_RELIEF, swaps)
         if slot < 0:
             break
         hot_expert = assignment.phy2log_RS[hot, slot]

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_core.solver.construction import descending
@@ -34,7 +36,7 @@ from eplb_core.solver.model import (
     SearchParams,
     set_row,
 )
-from eplb_core.solver.tables import slot_shares, slots_by_expert, tables_par
+from eplb_core.solver.tables import TablesByExpert, slot_shares, slots_by_expert, tables_par
 
 _ROUNDING = 1e-6
 """Maximum increase in the mean peak that counts as rounding. For example, exchanging two equal shares changes no
@@ -137,21 +139,7 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
            [0, 4]], dtype=int32)
     """
     ranks, slots = phy2log_RS.shape
-    # At most ``slots`` of a row's experts are elsewhere on the rank's node, so a single expert on the rank outweighs
-    # them.
-    worth_ER = np.zeros((experts, ranks), dtype=np.int32)
-    nodes = 0
-    for node in node_R:
-        nodes = max(nodes, node + 1)
-    node_holds_KE = np.zeros((nodes, experts), dtype=np.bool_)
-    for r in range(ranks):
-        for expert in deployed_RS[r]:
-            worth_ER[expert, r] = slots + 1
-            node_holds_KE[node_R[r], expert] = True
-    for e in range(experts):
-        for r in range(ranks):
-            worth_ER[e, r] += node_holds_KE[node_R[r], e]
-    score_RR = np.zeros((ranks, ranks), dtype=np.int32)
+    score_RR = _match_scores(phy2log_RS, deployed_RS, experts, node_R)
     occurs_C = np.zeros((slots + 1) ** 2, dtype=np.bool_)
     # The rows and the ranks that are still unassigned, both in ascending order.
     row_U = np.empty(ranks, dtype=np.int32)
@@ -159,9 +147,6 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
     for row in range(ranks):
         row_U[row] = row
         rank_U[row] = row
-        for expert in phy2log_RS[row]:
-            for r in range(ranks):
-                score_RR[row, r] += worth_ER[expert, r]
         for r in range(ranks):
             occurs_C[score_RR[row, r]] = True
     matched_RS = np.empty_like(phy2log_RS)
@@ -189,6 +174,35 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         row_U = row_U[:remaining_rows]
         rank_U = rank_U[:remaining_ranks]
     return matched_RS
+
+
+@part
+def _match_scores(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int32) -> Int32:
+    """Return how well each row of a placement fits each rank, int32 ``[R, R]``.
+
+    The score counts the experts of the row that the rank holds, then those that its node holds.
+    """
+    ranks, slots = phy2log_RS.shape
+    # At most ``slots`` of a row's experts are elsewhere on the rank's node, so a single expert on the rank outweighs
+    # them.
+    worth_ER = np.zeros((experts, ranks), dtype=np.int32)
+    nodes = 0
+    for node in node_R:
+        nodes = max(nodes, node + 1)
+    node_holds_KE = np.zeros((nodes, experts), dtype=np.bool_)
+    for r in range(ranks):
+        for expert in deployed_RS[r]:
+            worth_ER[expert, r] = slots + 1
+            node_holds_KE[node_R[r], expert] = True
+    for e in range(experts):
+        for r in range(ranks):
+            worth_ER[e, r] += node_holds_KE[node_R[r], e]
+    score_RR = np.zeros((ranks, ranks), dtype=np.int32)
+    for row in range(ranks):
+        for expert in phy2log_RS[row]:
+            for r in range(ranks):
+                score_RR[row, r] += worth_ER[expert, r]
+    return score_RR
 
 
 @kernel
@@ -229,31 +243,49 @@ def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
     return kept_RS, moves
 
 
+class _RoutedLoads(NamedTuple):
+    """Tables with the rank loads that they cause. All arrays except the shares and the heat are updated in place."""
+
+    tables: TablesByExpert
+    heat: Episodes
+    top: TopRanks
+    """Rank loads under the tables."""
+    first_P: Int32
+    """int32 ``[P]``, first source of each slot, for the slots of one expert; see ``_list_sources``."""
+    next_G: Int32
+    """int32 ``[G]``, next source with the same slot."""
+    changed_RN: Float32
+    """float32 ``[R + 1, N]``, loads of the ranks that a change would alter. The last row remains zero."""
+
+
+def _routed_loads(
+    phy2log_RS: Int32, log2phy_GE: Int32, heat: Episodes, deployed: LayerLayout
+) -> _RoutedLoads:
+    """Return the rank loads under a copy of the tables, int32 ``[G, E]``. No expert's sources are listed yet."""
+    sources, experts = log2phy_GE.shape
+    share_RS = slot_shares(phy2log_RS, log2phy_GE, deployed.share_GE)
+    load_RN = loads_in_episodes(phy2log_RS, share_RS, heat.scaled_EN)
+    chosen_EG = np.array(log2phy_GE.T, order="C")
+    share_EG = np.ascontiguousarray(deployed.share_GE.T)
+    first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
+    return _RoutedLoads(
+        TablesByExpert(chosen_EG, share_EG, first_E1, slot_P),
+        heat,
+        top_ranks_of(load_RN),
+        np.full(slot_P.size, -1, dtype=np.int32),
+        np.empty(sources, dtype=np.int32),
+        np.zeros((len(load_RN) + 1, load_RN.shape[1]), dtype=np.float32),
+    )
+
+
 @kernel
-def _localise_tables(
-    phy2log_RS: Int32,
-    near_EG: Int32,
-    share_EG: Float32,
-    top: TopRanks,
-    heat: Episodes,
-    deployed: LayerLayout,
-    pair_X2: Int32,
-    limit: float,
-) -> None:
+def _localise_tables(routed: _RoutedLoads, deployed: LayerLayout, pair_X2: Int32, limit: float) -> None:
     """Redirect sources to replicas on their own nodes, one at a time, as chosen by ``_best_home_slot``.
 
     Parameters
     ----------
-    phy2log_RS
-        int32 ``[R, S]``, placement.
-    near_EG
-        int32 ``[E, G]``, tables, changed in place.
-    share_EG
-        float32 ``[E, G]``, each source's share of the expert's tokens.
-    top
-        Rank loads under the tables, changed in place.
-    heat
-        Heat of the layer.
+    routed
+        Tables and loads, changed in place.
     deployed
         Current layout, for the nodes of ranks and sources.
     pair_X2
@@ -261,46 +293,30 @@ def _localise_tables(
     limit
         Upper bound on the mean peak, which is the mean peak before the first change.
     """
-    ranks, slots = phy2log_RS.shape
-    first_E1, slot_P = slots_by_expert(phy2log_RS, share_EG.shape[0])
-    # The last row remains zero.
-    changed_RN = np.zeros((ranks + 1, top.load_RN.shape[1]), dtype=np.float32)
+    ranks, slots = deployed.phy2log_RS.shape
+    tables, heat, top, first_P, next_G, changed_RN = routed
+    chosen_EG = tables.chosen_EG
+    share_EG = tables.share_EG
     changed_R1 = np.zeros(ranks + 1, dtype=np.bool_)
     rank_K = np.zeros(2, dtype=np.int32)
-    first_P = np.full(slot_P.shape[0], -1, dtype=np.int32)
-    next_G = np.empty(near_EG.shape[1], dtype=np.int32)
     for _ in range(_SWEEPS):
         listed_expert = -1
         for e, g in pair_X2:
-            old_slot = near_EG[e, g]
+            old_slot = chosen_EG[e, g]
             if deployed.node_R[old_slot // slots] == deployed.node_G[g]:
                 continue
-            replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
             if e != listed_expert:
                 listed_expert = e
-                _list_sources(near_EG[e], first_P, next_G)
-            sources_by_slot = first_P, next_G
-            new_slot, partner = _best_home_slot(
-                near_EG[e],
-                share_EG[e],
-                heat,
-                deployed,
-                replica_K,
-                top,
-                changed_RN,
-                sources_by_slot,
-                g,
-                e,
-                limit,
-            )
+                _list_sources(chosen_EG[e], first_P, next_G)
+            new_slot, partner = _best_home_slot(routed, deployed, e, g, limit)
             if new_slot < 0:
                 continue
             shifted = share_EG[e, g]
-            near_EG[e, g] = new_slot
+            chosen_EG[e, g] = new_slot
             _relist(first_P, next_G, g, old_slot, new_slot)
             if partner >= 0:
                 shifted = shifted - share_EG[e, partner]
-                near_EG[e, partner] = old_slot
+                chosen_EG[e, partner] = old_slot
                 _relist(first_P, next_G, partner, new_slot, old_slot)
             rank_K[0] = old_slot // slots
             rank_K[1] = new_slot // slots
@@ -374,17 +390,7 @@ def _pairs_with_home(phy2log_RS: Int32, heat: Episodes, deployed: LayerLayout) -
 
 @kernel
 def _best_home_slot(
-    near_G: Int32,
-    share_G: Float32,
-    heat: Episodes,
-    deployed: LayerLayout,
-    replica_K: Int32,
-    top: TopRanks,
-    changed_RN: Float32,
-    sources_by_slot: tuple[Int32, Int32],
-    source: int,
-    expert: int,
-    limit: float,
+    routed: _RoutedLoads, deployed: LayerLayout, expert: int, source: int, limit: float
 ) -> tuple[int, int]:
     """Find the replica on a source's node that leads to the lowest mean peak.
 
@@ -393,26 +399,14 @@ def _best_home_slot(
 
     Parameters
     ----------
-    near_G
-        int32 ``[G]``, the expert's slot for each source.
-    share_G
-        float32 ``[G]``, each source's share of the expert's tokens.
-    heat
-        Heat of the layer.
+    routed
+        Tables and loads, with the sources of ``expert`` listed.
     deployed
         Current layout, for the nodes of ranks and sources.
-    replica_K
-        int32 ``[K]``, the expert's slots.
-    top
-        Rank loads under the tables.
-    changed_RN
-        float32 ``[R + 1, N]``, scratch memory; the last row must be zero.
-    sources_by_slot
-        ``first_P`` and ``next_G`` of ``_list_sources``.
-    source
-        Source to redirect.
     expert
         Expert whose tokens are redirected.
+    source
+        Source to redirect.
     limit
         Upper bound on the mean peak.
 
@@ -423,25 +417,24 @@ def _best_home_slot(
     partner : int
         The source that gets the old slot in exchange; -1 for none.
     """
-    first_P, next_G = sources_by_slot
+    tables, heat, top, first_P, next_G, changed_RN = routed
     ranks, slots = deployed.phy2log_RS.shape
-    old_slot = near_G[source]
+    share_G = tables.share_EG[expert]
     home = deployed.node_G[source]
+    old_rank = tables.chosen_EG[expert, source] // slots
     empty_N = changed_RN[ranks]
     new_slot = -1
     partner = -1
     lowest = np.float32(limit)
-    for replica in replica_K:
-        if deployed.node_R[replica // slots] != home:
+    for replica in tables.slot_P[tables.first_E1[expert] : tables.first_E1[expert + 1]]:
+        new_rank = replica // slots
+        if deployed.node_R[new_rank] != home:
             continue
-        # The mean peak is convex in the share that changes ranks. Shares outside the range from ``low`` to ``high``
-        # cannot be better than the best share so far.
+        # Shares outside the range from ``low`` to ``high`` cannot be better than the best share so far.
         low = np.float32(-np.inf)
         high = np.float32(np.inf)
         best_shift = low
         best_peak = high
-        old_rank = old_slot // slots
-        new_rank = replica // slots
         # The mean peak of the remaining ranks is a lower bound on that of every choice.
         floor = peak_of_two_changed(top, heat.share_N, old_rank, new_rank, empty_N, empty_N)
         # First try moving only the share, then exchanging it with each source that uses the replica.
@@ -454,14 +447,7 @@ def _best_home_slot(
                 peak = peak_of_two_changed(
                     top, heat.share_N, old_rank, new_rank, changed_RN[old_rank], changed_RN[new_rank]
                 )
-                worse_shift = best_shift if peak < best_peak else shifted
-                if peak < best_peak:
-                    best_shift = shifted
-                    best_peak = peak
-                if worse_shift < best_shift:
-                    low = worse_shift
-                else:
-                    high = worse_shift
+                low, high, best_shift, best_peak = _narrowed(low, high, best_shift, best_peak, shifted, peak)
                 if peak < lowest:
                     new_slot = np.int64(replica)
                     partner = g
@@ -471,6 +457,26 @@ def _best_home_slot(
             g = next_source
             next_source = next_G[next_source]
     return new_slot, partner
+
+
+@part
+def _narrowed(
+    low: float, high: float, best_shift: float, best_peak: float, shift: float, peak: float
+) -> tuple[float, float, float, float]:
+    """Return the range from ``low`` to ``high`` and its best shift and peak after one more shift has been tried.
+
+    The mean peak is convex in the share that changes ranks, so shifts beyond the worse of two cannot be the best.
+    """
+    worse_shift = shift
+    if peak < best_peak:
+        worse_shift = best_shift
+        best_shift = shift
+        best_peak = peak
+    if worse_shift < best_shift:
+        low = worse_shift
+    else:
+        high = worse_shift
+    return low, high, best_shift, best_peak
 
 
 @part
@@ -502,15 +508,10 @@ def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, param
     if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
     placed_RS = candidate.phy2log_RS
-    log2phy_GE = candidate.log2phy_GE
-    share_RS = slot_shares(placed_RS, log2phy_GE, deployed.share_GE)
-    top = top_ranks_of(loads_in_episodes(placed_RS, share_RS, heat.scaled_EN))
-    limit = mean_peak(top.peak_KN[0], heat.share_N) + _ROUNDING
-    near_EG = np.array(log2phy_GE.T, order="C")
-    share_EG = np.ascontiguousarray(deployed.share_GE.T)
-    pair_X2 = _pairs_with_home(placed_RS, heat, deployed)
-    _localise_tables(placed_RS, near_EG, share_EG, top, heat, deployed, pair_X2, limit)
-    near_GE = np.ascontiguousarray(near_EG.T)
+    routed = _routed_loads(placed_RS, candidate.log2phy_GE, heat, deployed)
+    limit = mean_peak(routed.top.peak_KN[0], heat.share_N) + _ROUNDING
+    _localise_tables(routed, deployed, _pairs_with_home(placed_RS, heat, deployed), limit)
+    near_GE = np.ascontiguousarray(routed.tables.chosen_EG.T)
     after = tables_par(placed_RS, near_GE, heat, deployed.share_GE)
     return candidate._replace(log2phy_GE=near_GE, par=after)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_core.solver.jit import kernel, part
-from eplb_core.solver.model import Float64, Int32, Int64, UInt64
+from eplb_core.solver.model import Float64, Int32, Int64, UInt64, set_row
 
 _FEW_PER_REPLICA = 16
 """Maximum number of tokens per replica for which tokens are drawn one by one. With more tokens, the normal
@@ -103,80 +103,133 @@ def serve_steps(
     keep_loads
         True to return all rank loads.
     """
-    layers, ranks, slots = phy2log_KRS.shape
-    steps, _, experts = heat_TLE.shape
-    peak_TK = np.empty((steps, layers))
-    tokens_TK = np.empty((steps, layers))
-    us_TK = np.full((steps if curve_4.shape[0] else 0, layers), np.nan)
-    loads_TKR = np.empty((steps if keep_loads else 0, layers, ranks))
-    variance_K = np.zeros(layers)
+    layers, ranks, _ = phy2log_KRS.shape
+    steps = heat_TLE.shape[0]
+    served = ServedSteps(
+        np.empty((steps, layers)),
+        np.empty((steps, layers)),
+        np.full((steps if curve_4.shape[0] else 0, layers), np.nan),
+        np.empty((steps if keep_loads else 0, layers, ranks)),
+        np.zeros(layers),
+    )
+    for k in range(layers):
+        _serve_layer(heat_TLE, layer_K[k], k, phy2log_KRS[k], split, curve_4, first_step, served)
+    return served
+
+
+@kernel
+def _serve_layer(
+    heat_TLE: Float64 | Int64 | Int32,
+    layer: int,
+    k: int,
+    phy2log_RS: Int32,
+    split: HostSplit,
+    curve_4: Float64,
+    first_step: int,
+    served: ServedSteps,
+) -> None:
+    """Write the loads of one layer into ``served``.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert.
+    layer
+        The layer.
+    k
+        Index of the layer in ``split`` and ``served``.
+    phy2log_RS
+        int32 ``[R, S]``, placement of the layer.
+    split
+        Split of the tokens of all served layers.
+    curve_4
+        float64 ``[4]``, as in ``serve_steps``.
+    first_step
+        Number of the first step.
+    served
+        Results, changed in place.
+    """
+    ranks, slots = phy2log_RS.shape
+    expert_P = phy2log_RS.copy().reshape(ranks * slots)
+    replicated = _replicated_experts(expert_P, split.share_KP[k], split.spread_KE[k])
+    expert_X, first_X, slot_Y, share_Y, odds_Y, deviation_Y = replicated
+    dealt_R = np.zeros(split.table_KRED.shape[1], dtype=np.int64)
+    dealing = _Dealing(split.table_KRED[k], split.source_KRE[k], dealt_R)
     tokens_P = np.empty(ranks * slots)
     load_R = np.empty(ranks)
-    before_R = np.zeros(ranks)
+    share_R = np.zeros(ranks)
     jump_R = np.zeros(ranks)
-    dealt_R = np.zeros(split.table_KRED.shape[1], dtype=np.int64)
-    for k in range(layers):
-        layer = layer_K[k]
-        expert_P = phy2log_KRS[k].copy().reshape(ranks * slots)
-        share_P = split.share_KP[k]
-        split_X, first_X, slot_Y = _split_experts(expert_P, experts)
-        odds_Y, deviation_Y = _odds(slot_Y, first_X, share_P, split.spread_KE[k][split_X])
-        busy = 0
-        for r in range(ranks):
-            jump_R[r] = 0.0
-        for t in range(steps):
-            heat_E = heat_TLE[t, layer]
-            for p in range(expert_P.shape[0]):
-                tokens_P[p] = heat_E[np.uint32(expert_P[p])]
-            key = _key_of(heat_E, first_step + t)
-            for x in range(split_X.shape[0]):
-                e = split_X[x]
-                begin = first_X[x]
-                end = first_X[x + 1]
-                tokens = float(heat_E[e])
-                # An expert without tokens needs no draw, because its slots are already zero.
-                if tokens > 0:
-                    key_of_expert = key + np.uint64(e) * np.uint64(0xBF58476D1CE4E5B9)
-                    if tokens > _FEW_PER_REPLICA * (end - begin):
-                        _draw_many(tokens, slot_Y, begin, end, odds_Y, deviation_Y, key_of_expert, tokens_P)
-                    elif dealt_R.shape[0] > 0:
-                        _deal(
-                            tokens, slot_Y, begin, end, share_P, split, k, e, key_of_expert, dealt_R, tokens_P
-                        )
-                    else:
-                        _draw_few(tokens, slot_Y, begin, end, share_P, key_of_expert, tokens_P)
-            peak = 0.0
-            total = 0.0
-            slowest = 0.0
-            for r in range(ranks):
-                load = 0.0
-                for p in range(r * slots, (r + 1) * slots):
-                    load += tokens_P[p]
-                load_R[r] = load
-                peak = max(peak, load)
-                total += load
-            peak_TK[t, k] = peak
-            tokens_TK[t, k] = total
-            if keep_loads:
-                for r in range(ranks):
-                    loads_TKR[t, k, r] = load_R[r]
-            if total > 0:
-                for r in range(ranks):
-                    rank_share = load_R[r] / total
-                    jump = rank_share - before_R[r] if busy else 0.0
-                    jump_R[r] += jump * jump
-                    before_R[r] = rank_share
-                busy += 1
-                if curve_4.shape[0]:
-                    for r in range(ranks):
-                        us = 0.0
-                        for p in range(r * slots, (r + 1) * slots):
-                            if tokens_P[p] > 0:
-                                us += max(curve_4[1], curve_4[2] + curve_4[3] * tokens_P[p])
-                        slowest = max(slowest, us)
-                    us_TK[t, k] = curve_4[0] + slowest
-        variance_K[k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
-    return ServedSteps(peak_TK, tokens_TK, us_TK, loads_TKR, variance_K)
+    busy = 0
+    for t in range(heat_TLE.shape[0]):
+        heat_E = heat_TLE[t, layer]
+        for p in range(expert_P.shape[0]):
+            tokens_P[p] = heat_E[np.uint32(expert_P[p])]
+        key = _key_of(heat_E, first_step + t)
+        for x in range(expert_X.shape[0]):
+            begin = first_X[x]
+            end = first_X[x + 1]
+            tokens = float(heat_E[expert_X[x]])
+            # An expert without tokens needs no draw, because its slots are already zero.
+            if tokens > 0:
+                expert_key = key + np.uint64(expert_X[x]) * np.uint64(0xBF58476D1CE4E5B9)
+                if tokens > _FEW_PER_REPLICA * (end - begin):
+                    _draw_many(tokens, slot_Y, begin, end, odds_Y, deviation_Y, expert_key, tokens_P)
+                elif dealt_R.shape[0] > 0:
+                    _deal(tokens, replicated, x, expert_key, dealing, tokens_P)
+                else:
+                    _draw_few(tokens, slot_Y, begin, end, share_Y, expert_key, tokens_P)
+        peak, total = _sum_ranks(tokens_P, load_R)
+        served.peak_TK[t, k] = peak
+        served.tokens_TK[t, k] = total
+        if served.loads_TKR.shape[0] > 0:
+            set_row(served.loads_TKR[t, k], load_R)
+        if total > 0:
+            _add_jumps(load_R, total, busy == 0, share_R, jump_R)
+            busy += 1
+            if curve_4.shape[0]:
+                served.us_TK[t, k] = _slowest_us(tokens_P, ranks, curve_4)
+    served.variance_K[k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
+
+
+@part
+def _sum_ranks(tokens_P: Float64, load_R: Float64) -> tuple[float, float]:
+    """Write the tokens of each rank into ``load_R``, and return those of the most loaded rank and of all ranks."""
+    slots = tokens_P.shape[0] // load_R.shape[0]
+    peak = 0.0
+    total = 0.0
+    for r in range(load_R.shape[0]):
+        load = 0.0
+        for p in range(r * slots, (r + 1) * slots):
+            load += tokens_P[p]
+        load_R[r] = load
+        peak = max(peak, load)
+        total += load
+    return peak, total
+
+
+@part
+def _add_jumps(load_R: Float64, total: float, is_first: bool, share_R: Float64, jump_R: Float64) -> None:
+    """Add the squared changes of the ranks' shares to ``jump_R``, and write the new shares into ``share_R``."""
+    for r in range(load_R.shape[0]):
+        share = load_R[r] / total
+        jump = 0.0 if is_first else share - share_R[r]
+        jump_R[r] += jump * jump
+        share_R[r] = share
+
+
+@part
+def _slowest_us(tokens_P: Float64, ranks: int, curve_4: Float64) -> float:
+    """Return the time of the slowest rank in microseconds, according to a cost curve."""
+    slots = tokens_P.shape[0] // ranks
+    slowest = 0.0
+    for r in range(ranks):
+        us = 0.0
+        for p in range(r * slots, (r + 1) * slots):
+            if tokens_P[p] > 0:
+                us += max(curve_4[1], curve_4[2] + curve_4[3] * tokens_P[p])
+        slowest = max(slowest, us)
+    slowest_us: float = curve_4[0] + slowest
+    return slowest_us
 
 
 @kernel
@@ -214,19 +267,48 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
     return kept_TLE
 
 
-@kernel
-def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
-    """List the experts with several slots, and their slots.
+class _ReplicatedExperts(NamedTuple):
+    """Experts of a layer that have several slots, and the probabilities with which these slots receive their tokens."""
 
-    Returns
-    -------
-    split_X : Int64
-        ``[X]``, experts with several slots.
-    first_X : Int64
-        ``[X + 1]``, start of each of these experts' slots in ``slot_Y``.
-    slot_Y : Int64
-        ``[Y]``, slots ordered by expert.
+    expert_X: Int64
+    """int64 ``[X]``, the experts."""
+    first_X: Int64
+    """int64 ``[X + 1]``, start of each expert's slots in the other arrays."""
+    slot_Y: Int64
+    """int64 ``[Y]``, slots ordered by expert."""
+    share_Y: Float64
+    """float64 ``[Y]``, expected fraction of its expert's tokens that each slot receives."""
+    odds_Y: Float64
+    """float64 ``[Y]``, each slot's share of the tokens left by the expert's earlier slots."""
+    deviation_Y: Float64
+    """float64 ``[Y]``, standard deviation of ``odds_Y`` for a single token."""
+
+
+class _Dealing(NamedTuple):
+    """Dealing tables of a layer; without sources for a host that does not deal."""
+
+    table_RED: Int32
+    """int32 ``[R, E, D]``, slots to which a source sends its tokens of an expert in turn."""
+    source_RE: Float64
+    """float64 ``[R, E]``, each source's share of an expert's tokens."""
+    dealt_R: Int64
+    """int64 ``[R]``, scratch memory."""
+
+
+@kernel
+def _replicated_experts(expert_P: Int32, share_P: Float64, spread_E: Float64) -> _ReplicatedExperts:
+    """List the experts with several slots.
+
+    Parameters
+    ----------
+    expert_P
+        int32 ``[P]``, expert in each slot.
+    share_P
+        float64 ``[P]``, expected fraction of its expert's tokens that each slot receives.
+    spread_E
+        float64 ``[E]``, variance of many tokens, as a fraction of the multinomial variance.
     """
+    experts = spread_E.shape[0]
     count_E = np.zeros(experts, dtype=np.int64)
     for p in range(expert_P.shape[0]):
         count_E[expert_P[p]] += 1
@@ -236,22 +318,34 @@ def _split_experts(expert_P: Int32, experts: int) -> tuple[Int64, Int64, Int64]:
         if count_E[e] > 1:
             index_E[e] = several
             several += 1
-    split_X = np.empty(several, dtype=np.int64)
+    expert_X = np.empty(several, dtype=np.int64)
     first_X = np.zeros(several + 1, dtype=np.int64)
     for e in range(experts):
         if index_E[e] >= 0:
-            split_X[index_E[e]] = e
+            expert_X[index_E[e]] = e
             first_X[index_E[e] + 1] = count_E[e]
     for x in range(several):
         first_X[x + 1] += first_X[x]
     next_X = first_X.copy()
     slot_Y = np.empty(first_X[several], dtype=np.int64)
+    share_Y = np.empty(slot_Y.shape[0])
     for p in range(expert_P.shape[0]):
         x = index_E[expert_P[p]]
         if x >= 0:
             slot_Y[next_X[x]] = p
+            share_Y[next_X[x]] = share_P[p]
             next_X[x] += 1
-    return split_X, first_X, slot_Y
+    odds_Y = np.ones(slot_Y.shape[0])
+    deviation_Y = np.zeros(slot_Y.shape[0])
+    for x in range(several):
+        remaining = 1.0
+        for j in range(first_X[x], first_X[x + 1]):
+            # Because of rounding, the last share can slightly exceed the remaining sum.
+            odds = min(share_Y[j] / remaining, 1.0) if remaining > 0 else 0.0
+            odds_Y[j] = odds
+            deviation_Y[j] = np.sqrt(odds * (1.0 - odds) * spread_E[expert_X[x]])
+            remaining -= share_Y[j]
+    return _ReplicatedExperts(expert_X, first_X, slot_Y, share_Y, odds_Y, deviation_Y)
 
 
 @part
@@ -276,13 +370,13 @@ def _mixed(bits: int) -> UInt64:
 
 @part
 def _spread_rest(
-    tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, tokens_P: Float64
+    tokens: float, slot_Y: Int64, begin: int, end: int, share_Y: Float64, tokens_P: Float64
 ) -> int:
     """Split an expert's fractional token over its slots by their shares and return the number of whole tokens."""
     whole = int(tokens)
     rest = tokens - whole
     for j in range(begin, end):
-        tokens_P[slot_Y[j]] = rest * share_P[slot_Y[j]]
+        tokens_P[slot_Y[j]] = rest * share_Y[j]
     return whole
 
 
@@ -296,19 +390,19 @@ def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
 
 @part
 def _draw_few(
-    tokens: float, slot_Y: Int64, begin: int, end: int, share_P: Float64, key: UInt64, tokens_P: Float64
+    tokens: float, slot_Y: Int64, begin: int, end: int, share_Y: Float64, key: UInt64, tokens_P: Float64
 ) -> None:
     """Draw the slot of every token and count the tokens in ``tokens_P``."""
-    whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
+    whole = _spread_rest(tokens, slot_Y, begin, end, share_Y, tokens_P)
     last = end - 1
     bits = np.uint64(0)
     for i in range(whole):
         bits, drawn = _next_draw(bits, key, i)
         j = begin
-        limit = share_P[slot_Y[begin]] * _UNIFORM
+        limit = share_Y[begin] * _UNIFORM
         while drawn > limit and j < last:
             j += 1
-            limit += share_P[slot_Y[j]] * _UNIFORM
+            limit += share_Y[j] * _UNIFORM
         tokens_P[slot_Y[j]] += 1.0
 
 
@@ -346,52 +440,46 @@ def _draw_many(
 
 
 @kernel
-def _odds(slot_Y: Int64, first_X: Int64, share_P: Float64, spread_X: Float64) -> tuple[Float64, Float64]:
-    """Return each slot's share of the tokens left by the earlier slots, and its standard deviation per token."""
-    odds_Y = np.ones(slot_Y.shape[0])
-    deviation_Y = np.zeros(slot_Y.shape[0])
-    for x in range(first_X.shape[0] - 1):
-        remaining = 1.0
-        for j in range(first_X[x], first_X[x + 1]):
-            share = share_P[slot_Y[j]]
-            # Because of rounding, the last share can slightly exceed the remaining sum.
-            odds = min(share / remaining, 1.0) if remaining > 0 else 0.0
-            odds_Y[j] = odds
-            deviation_Y[j] = np.sqrt(odds * (1.0 - odds) * spread_X[x])
-            remaining -= share
-    return odds_Y, deviation_Y
-
-
-@part
 def _deal(
     tokens: float,
-    slot_Y: Int64,
-    begin: int,
-    end: int,
-    share_P: Float64,
-    split: HostSplit,
-    k: int,
-    expert: int,
+    replicated: _ReplicatedExperts,
+    x: int,
     key: UInt64,
-    dealt_R: Int64,
+    dealing: _Dealing,
     tokens_P: Float64,
 ) -> None:
     """Draw the source of every token, deal the token according to the source's table and count it in ``tokens_P``.
 
-    ``dealt_R``, int64 ``[R]``, is scratch memory.
+    Parameters
+    ----------
+    tokens
+        Tokens of the expert.
+    replicated
+        The layer's replicated experts.
+    x
+        Index of the expert among them.
+    key
+        Hash of the step and the expert.
+    dealing
+        Dealing tables.
+    tokens_P
+        float64 ``[P]``, tokens of each slot, changed in place.
     """
-    whole = _spread_rest(tokens, slot_Y, begin, end, share_P, tokens_P)
+    expert_X, first_X, slot_Y, share_Y, _, _ = replicated
+    whole = _spread_rest(tokens, slot_Y, first_X[x], first_X[x + 1], share_Y, tokens_P)
+    table_RED, source_RE, dealt_R = dealing
+    expert = expert_X[x]
     sources = dealt_R.shape[0]
-    width = split.table_KRED.shape[3]
+    width = table_RED.shape[2]
     for r in range(sources):
         dealt_R[r] = 0
     bits = np.uint64(0)
     for i in range(whole):
         bits, drawn = _next_draw(bits, key, i)
         r = 0
-        limit = split.source_KRE[k, 0, expert] * _UNIFORM
+        limit = source_RE[0, expert] * _UNIFORM
         while drawn > limit and r < sources - 1:
             r += 1
-            limit += split.source_KRE[k, r, expert] * _UNIFORM
-        tokens_P[split.table_KRED[k, r, expert, dealt_R[r] % width]] += 1.0
+            limit += source_RE[r, expert] * _UNIFORM
+        tokens_P[table_RED[r, expert, dealt_R[r] % width]] += 1.0
         dealt_R[r] += 1

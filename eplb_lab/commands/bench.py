@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -30,9 +31,47 @@ _MIN_WINDOWS = 4
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
+@dataclass(frozen=True)
+class PeerOptions:
+    """Balancers of other projects, and the limit for all balancers."""
+
+    SECTION: ClassVar[str] = "Peers"
+
+    peers: str = option(
+        "vllm,vllm-ascend,sglang",
+        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Use none to "
+        "compare only our policies.",
+        metavar=SEVERAL,
+    )
+    fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached.")
+    index: str = option("https://pypi.org/simple", "Package index for the downloads.")
+    limit_seconds: float = option(
+        30.0, "Exclude a balancer if a decision takes more CPU seconds than this.", min=0.1
+    )
+
+    def balancers(self) -> list[str]:
+        """Return the names of the balancers in the packages. Raises ``UserError`` if a package has no balancer."""
+        from eplb_lab.bench.peers.balancers import PEERS
+
+        available = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
+        names = [name.strip() for name in self.peers.split(",") if name.strip()]
+        if names == ["none"]:
+            return []
+        unknown = [name for name in names if name not in available]
+        if unknown or not names:
+            invalid = ", ".join(map(repr, unknown)) or "nothing"
+            raise UserError(f"--peers contains {invalid}; choose from {', '.join(available)}, or use none")
+        if find_spec("torch") is None:
+            raise UserError(
+                f"the peers need torch; install it with: {install_command('peers', 'eplb-lab')}, or use --peers none"
+            )
+        return [name for name, (package, _) in PEERS.items() if package.name in names]
+
+
 @takes_options()
 def bench(
     reading: ReadingOptions,
+    peers: PeerOptions,
     heat: Path = HEAT,
     ranks: int = option(help="Ranks of the expert-parallel group.", min=1),
     redundant: int | None = option(
@@ -52,17 +91,6 @@ def bench(
         "own.",
         metavar=SEVERAL,
     ),
-    peers: str = option(
-        "vllm,vllm-ascend,sglang",
-        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Use none to "
-        "compare only our policies.",
-        metavar=SEVERAL,
-    ),
-    fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached."),
-    index: str = option("https://pypi.org/simple", "Package index for the downloads."),
-    limit_seconds: float = option(
-        30.0, "Exclude a balancer if a decision takes more CPU seconds than this.", min=0.1
-    ),
     json: bool = JSON,
 ) -> None:
     """Compare our policies with those of vLLM, vLLM-Ascend and SGLang on your own trace.
@@ -71,7 +99,7 @@ def bench(
     decision on the steps that follow. The peers run from the published sources of their packages, which are downloaded
     once and need torch. Our policies dispatch tokens by their own tables, and the peers by the engines' rule.
     """
-    names = _balancers(peers)
+    balancers = peers.balancers()
     policies = policies_of(policy)
     for policy_name in policies:
         one_policy(policy_name)
@@ -86,7 +114,7 @@ def bench(
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with console.status("fetching the peers (only once) and comparing"):
-        contest = Contest(names, index if fetch else "", limit_seconds, console.print)
+        contest = Contest(balancers, peers.index if peers.fetch else "", peers.limit_seconds, console.print)
         try:
             document = compare(contest, scenario, entrants_of(contest, policies))
         finally:
@@ -95,25 +123,6 @@ def bench(
         print_json(document)
     else:
         _print(document)
-
-
-def _balancers(packages: str) -> list[str]:
-    """Return the names of the balancers in the packages. Raises ``UserError`` if a package has no balancer."""
-    from eplb_lab.bench.peers.balancers import PEERS
-
-    available = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
-    names = [name.strip() for name in packages.split(",") if name.strip()]
-    if names == ["none"]:
-        return []
-    unknown = [name for name in names if name not in available]
-    if unknown or not names:
-        invalid = ", ".join(map(repr, unknown)) or "nothing"
-        raise UserError(f"--peers contains {invalid}; choose from {', '.join(available)}, or use none")
-    if find_spec("torch") is None:
-        raise UserError(
-            f"the peers need torch; install it with: {install_command('peers', 'eplb-lab')}, or use --peers none"
-        )
-    return [name for name, (package, _) in PEERS.items() if package.name in names]
 
 
 def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int | None) -> Scenario:

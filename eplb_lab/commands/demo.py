@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
 
@@ -34,21 +35,96 @@ _INTERVAL = 32
 _FAILED_EXIT_CODE = 1
 
 
-@takes_options()
-def demo(
-    ranks: int = option(4, "Number of rank processes.", min=2, max=64),
-    redundant: int = option(8, "Redundant slots per layer, over all ranks.", min=0),
+class _Workload(NamedTuple):
+    """Work of the rank processes."""
+
+    sizes: tuple[int, int, int]
+    """Numbers of steps, layers and experts."""
+    choices: int
+    """Experts that a token chooses; 0 for the heat of a trace."""
+    program: str
+    """Module that each rank runs."""
+    orders: dict[str, Any]
+    """Instructions for the program."""
+
+
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """Choice of the model or trace to serve."""
+
+    SECTION: ClassVar[str] = "What the ranks serve"
+
     trace: Path | None = option(
         None, "Serve the heat of this trace (any format) instead of the embedded model."
-    ),
+    )
     checkpoint: Path | None = option(
         None,
         "Serve this checkpoint instead of the embedded model: the folder of a Qwen3-MoE or DeepSeek-V2 model for "
         "transformers.",
-    ),
+    )
     steps: int | None = option(
         None, f"Number of steps to serve (default {_MODEL_STEPS}, or {_TRACE_STEPS} with --trace).", min=1
-    ),
+    )
+    quant: str = option("none", f"Quantisation of the model's experts: {', '.join(_QUANTIZATIONS)}.")
+    tensor_parallel: int = option(
+        1,
+        "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. Only with "
+        "a model.",
+        min=1,
+    )
+    dual_batch: bool = option(False, "Run every step of the model in two micro-batches.", "--dual-batch")
+
+    def check(self, ranks: int, dispatcher: str) -> None:
+        """Raise ``UserError`` if options conflict or transformers is needed but not installed."""
+        one_of("unknown quantisation", self.quant, _QUANTIZATIONS)
+        is_grouped = dispatcher == _MOGE
+        if self.trace is not None and (
+            self.dual_batch or self.quant != "none" or is_grouped or self.tensor_parallel > 1
+        ):
+            raise UserError(
+                f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} cannot be combined with --trace"
+            )
+        if ranks % self.tensor_parallel:
+            raise UserError(f"--ranks {ranks} is not a multiple of --tensor-parallel {self.tensor_parallel}")
+        if self.checkpoint is None:
+            return
+        if self.trace is not None or is_grouped or self.dual_batch:
+            raise UserError(
+                f"--trace, --dual-batch and --dispatcher {_MOGE} cannot be combined with --checkpoint; remove them"
+            )
+        if importlib.util.find_spec("transformers") is None:
+            raise UserError(
+                f"--checkpoint needs transformers; install it with: {install_command('checkpoint', 'eplb-lab')}"
+            )
+
+    def workload(self) -> _Workload:
+        """Read the model's sizes or the trace, and return the ranks' work."""
+        if self.trace is not None:
+            sizes, orders = _trace(self.trace, self.steps or _TRACE_STEPS)
+            return _Workload(sizes, 0, "eplb_lab.ranks.rank", orders)
+        from eplb_lab.demo.stage import model_sizes
+
+        layers, experts, choices = model_sizes(self.checkpoint)
+        steps = self.steps or _MODEL_STEPS
+        orders = {
+            "steps": steps,
+            "layers": layers,
+            "experts": experts,
+            "rows": _REQUESTS,
+            "length": _REQUEST_BYTES,
+            "quantized": self.quant == "w8a8",
+            "dual_batch": self.dual_batch,
+            "tensor_parallel": self.tensor_parallel,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint.absolute()),
+        }
+        return _Workload((steps, layers, experts), choices, "eplb_lab.ranks.model_rank", orders)
+
+
+@takes_options()
+def demo(
+    served: WorkloadOptions,
+    ranks: int = option(4, "Number of rank processes.", min=2, max=64),
+    redundant: int = option(8, "Redundant slots per layer, over all ranks.", min=0),
     dispatcher: str = option(
         "all2allv",
         f"Token dispatcher: {', '.join(_DISPATCHERS)}. {_MOGE} is for grouped experts, which do not move.",
@@ -58,17 +134,7 @@ def demo(
         "Split of an expert's tokens over its replicas: tables (one replica per source rank), deal (several in turn), "
         "or step (according to each step's counts).",
     ),
-    quant: str = option("none", f"Quantisation of the model's experts: {', '.join(_QUANTIZATIONS)}."),
-    tensor_parallel: int = option(
-        1,
-        "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. Only with "
-        "a model.",
-        min=1,
-    ),
-    dual_batch: bool = option(False, "Run every step of the model in two micro-batches.", "--dual-batch"),
-    address: str | None = option(
-        None, "host:port of a running service to use. By default the demo starts its own."
-    ),
+    address: str | None = option(None, "host:port of a running service. By default the demo starts its own."),
     deployment: str = option("demo", "Name of the deployment."),
     seed: int = option(0, "Seed of the requests or tokens, and of the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),
@@ -91,35 +157,14 @@ def demo(
     check_deployment(deployment, "--deployment")
     one_of("unknown dispatcher", dispatcher, _DISPATCHERS)
     one_of("unknown split", split, _SPLITS)
-    one_of("unknown quantisation", quant, _QUANTIZATIONS)
-    if trace is not None and (dual_batch or quant != "none" or dispatcher == _MOGE or tensor_parallel > 1):
-        raise UserError(
-            f"--quant, --dual-batch, --tensor-parallel and --dispatcher {_MOGE} cannot be combined with --trace"
-        )
-    if ranks % tensor_parallel:
-        raise UserError(f"--ranks {ranks} is not a multiple of --tensor-parallel {tensor_parallel}")
-    if checkpoint is not None:
-        _check_checkpoint(trace, dispatcher, dual_batch=dual_batch)
-    from eplb_lab.demo.stage import Stage, model_sizes
+    served.check(ranks, dispatcher)
+    from eplb_lab.demo.stage import Stage
 
-    if trace is None:
-        layers, experts, choices = model_sizes(checkpoint)
-        if dispatcher == _MOGE:
-            _check_grouped(ranks, choices, has_replicas=redundant > 0 or split != TABLES)
-        sizes = (steps or _MODEL_STEPS, layers, experts)
-        program = "eplb_lab.ranks.model_rank"
-        orders = _model_orders(
-            sizes,
-            checkpoint,
-            is_quantized=quant == "w8a8",
-            dual_batch=dual_batch,
-            tensor_parallel=tensor_parallel,
-        )
-    else:
-        sizes, orders = _trace(trace, steps or _TRACE_STEPS)
-        program = "eplb_lab.ranks.rank"
+    workload = served.workload()
+    if dispatcher == _MOGE:
+        _check_grouped(ranks, workload.choices, has_replicas=redundant > 0 or split != TABLES)
     stage = Stage(
-        *sizes,
+        *workload.sizes,
         ranks,
         redundant,
         dispatcher,
@@ -131,35 +176,10 @@ def demo(
         service=address,
         deployment=deployment,
     )
-    _perform(stage, program, orders, json, picture)
+    _perform(stage, workload, json, picture)
 
 
-def _model_orders(
-    sizes: tuple[int, int, int],
-    checkpoint: Path | None,
-    *,
-    is_quantized: bool,
-    dual_batch: bool,
-    tensor_parallel: int,
-) -> dict[str, Any]:
-    """Return the task for ranks that serve a model with L layers and E experts for T steps."""
-    steps, layers, experts = sizes
-    return {
-        "steps": steps,
-        "layers": layers,
-        "experts": experts,
-        "rows": _REQUESTS,
-        "length": _REQUEST_BYTES,
-        "quantized": is_quantized,
-        "dual_batch": dual_batch,
-        "tensor_parallel": tensor_parallel,
-        "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
-    }
-
-
-def _perform(
-    stage: Stage, program: str, orders: dict[str, Any], json: Path | None, picture: Path | None
-) -> None:
+def _perform(stage: Stage, workload: _Workload, json: Path | None, picture: Path | None) -> None:
     """Run the demo, show it, and write the results. Exits with 1 if the run fails or its checks do."""
     from eplb_lab.demo import summary
     from eplb_lab.demo.ranks import RankDiedError
@@ -168,7 +188,7 @@ def _perform(
 
     with screen(stage.steps) as show:
         try:
-            board = perform(stage, program, orders, show.update)
+            board = perform(stage, workload.program, workload.orders, show.update)
         except RankDiedError as error:
             show.fail(str(error))
             raise typer.Exit(_FAILED_EXIT_CODE) from error
@@ -183,18 +203,6 @@ def _perform(
     if complaint is not None:
         show.fail(complaint)
         raise typer.Exit(_FAILED_EXIT_CODE)
-
-
-def _check_checkpoint(trace: Path | None, dispatcher: str, *, dual_batch: bool) -> None:
-    """Raise ``UserError`` if options conflict with ``--checkpoint`` or transformers is not installed."""
-    if trace is not None or dispatcher == _MOGE or dual_batch:
-        raise UserError(
-            f"--trace, --dual-batch and --dispatcher {_MOGE} cannot be combined with --checkpoint; remove them"
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError(
-            f"--checkpoint needs transformers; install it with: {install_command('checkpoint', 'eplb-lab')}"
-        )
 
 
 def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:

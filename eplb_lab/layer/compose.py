@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from eplb_lab.layer.dispatch import (
     DISPATCHER_NAMES,
@@ -157,6 +159,23 @@ class LayerOptions:
                 raise ValueError(problem)
 
 
+class LayerGroups(NamedTuple):
+    """Groups of the ranks that a layer is divided over."""
+
+    ep: RankGroup
+    """Expert-parallel group."""
+    mc2: RankGroup
+    """Group of the same ranks for MC2's communication."""
+
+    @classmethod
+    def of(
+        cls, ep: dist.ProcessGroup | RankGroup | None, mc2: dist.ProcessGroup | RankGroup | None
+    ) -> LayerGroups:
+        """Wrap the groups of a layer. Without ``mc2``, MC2 communicates over ``ep``."""
+        group = RankGroup.of(ep)
+        return cls(group, group if mc2 is None else RankGroup.of(mc2))
+
+
 @dataclass(frozen=True)
 class LayerPath:
     """The parts that process a step's tokens. A layer has one path per dispatcher."""
@@ -180,8 +199,7 @@ class LayerPath:
         cls,
         name: str,
         shape: MoEShape,
-        group: RankGroup,
-        mc2_group: RankGroup,
+        groups: LayerGroups,
         slots: int,
         operators: Operators,
         device: torch.device,
@@ -196,10 +214,8 @@ class LayerPath:
             Name of the dispatcher.
         shape
             Dimensions of the layer.
-        group
+        groups
             Ranks of the layer.
-        mc2_group
-            Group of the same ranks for MC2's communication.
         slots
             Number of slots per rank.
         operators
@@ -216,10 +232,11 @@ class LayerPath:
         ValueError
             If there is no such dispatcher, if the groups do not match, or if the layer exceeds MC2's limits.
         """
+        group = groups.ep
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)
         sender: TokenDispatcher
         if name == "mc2":
-            sender = MC2Dispatcher(group, slots, operators, variant, mc2_group)
+            sender = MC2Dispatcher(group, slots, operators, variant, groups.mc2)
         elif name in DISPATCHERS:
             sender = DISPATCHERS[name](group, slots, operators)
         else:
@@ -229,7 +246,7 @@ class LayerPath:
         limits = None
         distinct_for = None
         if name == "mc2":
-            limits = _mc2_limits(shape, group, mc2_group, slots, variant)
+            limits = _mc2_limits(shape, groups, slots, variant)
             distinct_for = "MC2"
         if options.max_rank_tokens is not None:
             sender = BatchedDispatcher(sender, group.size, slots, options.max_rank_tokens)
@@ -292,14 +309,12 @@ def _preparation(
     return AllGatherPreparation(groups, tp, operators if options.quantize_before_gather else None)
 
 
-def _mc2_limits(
-    shape: MoEShape, group: RankGroup, mc2_group: RankGroup, slots: int, variant: MC2Variant
-) -> MC2Limits | None:
+def _mc2_limits(shape: MoEShape, groups: LayerGroups, slots: int, variant: MC2Variant) -> MC2Limits | None:
     """Return the limits of MC2's operators, or ``None`` if they are not enforced.
 
-    Raises ``ValueError`` if the ranks of ``mc2_group`` differ from those of ``group``, or if it must be a separate
-    group but is not.
+    Raises ``ValueError`` if the two groups have different ranks, or if MC2 needs a separate group and has none.
     """
+    group, mc2_group = groups
     if (mc2_group.rank, mc2_group.size) != (group.rank, group.size):
         raise ValueError(
             f"layer {shape.layer}: mc2_group must have the same ranks as ep_group, but this is rank {group.rank} of "

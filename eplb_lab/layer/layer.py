@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import Int32
-from eplb_lab.layer.compose import LayerOptions, LayerPath
+from eplb_lab.layer.compose import LayerGroups, LayerOptions, LayerPath
 from eplb_lab.layer.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from eplb_lab.layer.operators import check_dtype, operators_for
 from eplb_lab.layer.prepare import Prepared
@@ -134,7 +134,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self.rank_bound = "moge" in self._dispatchers
         if heat_rows < 1:
             raise ValueError(f"layer {shape.layer}: heat_rows must be at least 1, got {heat_rows}")
-        groups = RankGroup.of(ep_group), mc2_group
+        groups = LayerGroups.of(ep_group, mc2_group)
         self._build(groups, phy2log_RS, experts, biases, log2phy_E, dealing_width, heat_rows, options)
 
     def regroup(
@@ -190,13 +190,13 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         if experts is not None and (biases is not None) != (self._weights().w13_bias_SI is not None):
             raise ValueError(f"layer {self.shape.layer}: pass biases if, and only if, the layer has biases")
         width = 1 if self.log2phy.dim() == 1 else self.log2phy.shape[1]
-        groups = RankGroup.of(ep_group), mc2_group
+        groups = LayerGroups.of(ep_group, mc2_group)
         rows = self.moe_load.shape[0]
         self._build(groups, phy2log_RS, experts, biases, log2phy_E, width, rows, options)
 
     def _build(
         self,
-        groups: tuple[RankGroup, dist.ProcessGroup | RankGroup | None],
+        groups: LayerGroups,
         phy2log_RS: Int32,
         experts: ExpertSource | None,
         biases: ExpertSource | None,
@@ -213,8 +213,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         device = self._device
         operators = self._operators
         method = self._method
-        group, mc2_group = groups
-        mc2 = group if mc2_group is None else RankGroup.of(mc2_group)
+        group = groups.ep
         table_E = checked_table(
             shape.layer,
             shape.experts,
@@ -229,7 +228,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             check_grouped(shape.layer, phy2log_RS)
         slots = phy2log_RS.shape[1]
         paths = {
-            name: LayerPath.of(name, shape, group, mc2, slots, operators, device, options, method)
+            name: LayerPath.of(name, shape, groups, slots, operators, device, options, method)
             for name in self._dispatchers
         }
         split = None

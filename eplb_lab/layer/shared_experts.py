@@ -57,6 +57,7 @@ class SharedExperts(ExpertTensors):
         weights: ExpertWeights,
         operators: Operators,
         dtype: torch.dtype,
+        *,
         gate_H: torch.Tensor | None = None,
         activation: Activation = Activation.SILU,
         tp: RankGroup | None = None,

@@ -6,8 +6,9 @@ import json as json_module
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -29,35 +30,65 @@ from eplb_service.cli.output import output_console, print_json, table_of
 
 _PROGRAM = "eplb_lab.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
-_TIMING = "Timing this machine's kernel"
-_TABLE = "From a measurement table"
+
+
+@dataclass(frozen=True)
+class TimingOptions:
+    """Grid of measurements on this machine."""
+
+    SECTION: ClassVar[str] = "Timing this machine's kernel"
+
+    slots: int = option(8, "Experts per rank.", min=1)
+    tokens: str = option(
+        "1,4,16,32,64,128,256", "Tokens per busy slot to try, separated by commas.", metavar=SEVERAL
+    )
+    device: str = option("cpu", "Device name in torch: cpu, cuda:0, npu:0.")
+    repeats: int = option(7, "Timed calls per grid cell; the shortest time counts.", min=1)
+    threads: int | None = option(None, "CPU threads; by default torch decides.", min=1)
+
+    def curve(self, phase: str, hidden: int, inter: int, dtype: str) -> CostCurve:
+        """Time this machine's kernel and return its cost curve. Raises ``UserError`` on failure."""
+        task = {"hidden": hidden, "inter": inter, "dtype": dtype, **vars(self)}
+        task["tokens"] = whole_numbers("--tokens", self.tokens)
+        console = Console(stderr=True, highlight=False)
+        with console.status(f"timing experts of {hidden} x {inter} on {self.device}"):
+            cells = list(_measured(task))
+        source = f"calibrated: {self.device}, hidden_size {hidden}, inter_size {inter}, {dtype}, {self.slots} slots"
+        columns = ([cell[name] for cell in cells] for name in ("busy", "tokens", "us"))
+        try:
+            return fit_curve(*columns, phase=phase, source=source)
+        except CurveFitError as error:
+            raise UserError(
+                f"{error}; leave the device idle during the measurement, or increase --repeats"
+            ) from error
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Table of measurements, and the selection of its rows."""
+
+    SECTION: ClassVar[str] = "From a measurement table"
+
+    table: Path | None = option(
+        None, "Parquet table of MoE kernel times, as in aiconfigurator-core; nothing is timed."
+    )
+    experts: int | None = option(None, "Experts of the layer, if the table contains several values.", min=1)
+    top_k: int | None = option(
+        None, "Experts that a token chooses, if the table contains several values.", min=1
+    )
+    kernel: str | None = option(None, "kernel_source, if the table contains several values.")
 
 
 @takes_options()
 def calibrate(
+    timing: TimingOptions,
+    measured: TableOptions,
     hidden: int | None = option(None, "Hidden size of the model.", min=1),
     inter: int | None = option(None, "Intermediate size of one expert.", min=1),
     dtype: str | None = option(
         None, "float32, bfloat16 or float16; with --table, a name from the table. By default float32."
     ),
     phase: str = option("any", f"Phase that the curve applies to: {', '.join(PHASES)}."),
-    slots: int = option(8, "Experts per rank.", min=1, section=_TIMING),
-    tokens: str = option(
-        "1,4,16,32,64,128,256", "Tokens per busy slot to try, separated by commas.", metavar=SEVERAL
-    ),
-    device: str = option("cpu", "Device name in torch: cpu, cuda:0, npu:0."),
-    repeats: int = option(7, "Timed calls per grid cell; the shortest time counts.", min=1),
-    threads: int | None = option(None, "CPU threads; by default torch decides.", min=1),
-    table: Path | None = option(
-        None,
-        "Parquet table of MoE kernel times, as in aiconfigurator-core; nothing is timed.",
-        section=_TABLE,
-    ),
-    experts: int | None = option(None, "Experts of the layer, if the table contains several values.", min=1),
-    top_k: int | None = option(
-        None, "Experts that a token chooses, if the table contains several values.", min=1
-    ),
-    kernel: str | None = option(None, "kernel_source, if the table contains several values."),
     out: Path = option(help="Write the curve to this .json file.", section=RESULTS),
     json: bool = JSON,
 ) -> None:
@@ -69,56 +100,28 @@ def calibrate(
     """
     check_output(out, (".json",))
     one_of("--phase is", phase, PHASES)
-    if table is not None:
+    if measured.table is not None:
         curve = curve_from_table(
-            table,
+            measured.table,
             phase,
             hidden_size=hidden,
             inter_size=inter,
-            num_experts=experts,
-            topk=top_k,
+            num_experts=measured.experts,
+            topk=measured.top_k,
             moe_dtype=dtype,
-            kernel_source=kernel,
+            kernel_source=measured.kernel,
         )
     elif hidden is None or inter is None:
         raise UserError(
             "give --hidden and --inter of the model's experts, or a measurement table with --table"
         )
     else:
-        task = {
-            "hidden": hidden,
-            "inter": inter,
-            "slots": slots,
-            "tokens": whole_numbers("--tokens", tokens),
-            "dtype": dtype or "float32",
-            "device": device,
-            "repeats": repeats,
-            "threads": threads,
-        }
-        curve = _timed(task, phase)
+        curve = timing.curve(phase, hidden, inter, dtype or "float32")
     write_curves(out, [curve])
     if json:
         print_json(plain_curve(curve))
     else:
         _print(output_console(), curve, out)
-
-
-def _timed(task: dict[str, Any], phase: str) -> CostCurve:
-    """Time this machine's kernel and return its cost curve. Raises ``UserError`` on failure."""
-    console = Console(stderr=True, highlight=False)
-    with console.status(f"timing experts of {task['hidden']} x {task['inter']} on {task['device']}"):
-        cells = list(_measured(task))
-    source = (
-        f"calibrated: {task['device']}, hidden_size {task['hidden']}, inter_size {task['inter']}, {task['dtype']}, "
-        f"{task['slots']} slots"
-    )
-    columns = ([cell[name] for cell in cells] for name in ("busy", "tokens", "us"))
-    try:
-        return fit_curve(*columns, phase=phase, source=source)
-    except CurveFitError as error:
-        raise UserError(
-            f"{error}; leave the device idle during the measurement, or increase --repeats"
-        ) from error
 
 
 def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:

@@ -59,11 +59,8 @@ def test_options_are_in_their_sections_and_arguments_are_named(capsys):
     assert shown.startswith("Usage: eplb status [OPTIONS] DEPLOYMENT\n")
     assert "\n  DEPLOYMENT  Name of" in shown
     # An option without a section joins the section of the previous option.
-    shown = help_of(capsys, "calibrate")
-    assert (
-        "--device"
-        in shown.partition("Timing this machine's kernel:")[2].partition("From a measurement table:")[0]
-    )
+    shown = help_of(capsys, "replay")
+    assert "--interval" in shown.partition("Policies and schedules:")[2].partition("Results:")[0]
 
 
 @pytest.mark.parametrize("example", main.EXAMPLES)

@@ -126,7 +126,15 @@ def shared_of(
     """Return the case's shared experts in two parts."""
     weights, gate_H = shared_weights(case, gated)
     own = reference if operators is None else operators
-    return SharedExperts(3, weights, own, case.dtype, gate_H, case.activation, quantization=quantization)
+    return SharedExperts(
+        3,
+        weights,
+        own,
+        case.dtype,
+        gate_H=gate_H,
+        activation=case.activation,
+        quantization=quantization,
+    )
 
 
 def whole_of(case: Case, gated: bool = False) -> SharedModule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from eplb_lab.layer import LayerOptions
-from eplb_lab.layer.compose import LayerPath
+from eplb_lab.layer.compose import LayerGroups, LayerPath
 from eplb_lab.layer.dispatch import MC2Limits, MC2Variant
 from eplb_lab.layer.operators import reference
 from eplb_lab.layer.quantization import Unquantized
@@ -147,10 +146,13 @@ def test_the_mc2_buffer_size_on_an_npu_is_read_from_hccl_buffsize(monkeypatch: p
     monkeypatch.setenv("HCCL_BUFFSIZE", "a lot")
     with pytest.raises(ValueError, match="HCCL_BUFFSIZE must be a whole number of MB, got 'a lot'"):
         MC2Variant().on(npu)
-    path = partial(LayerPath.of, "mc2", Case("mc2", 4, 2, 2, (1,)).shape, RankGroup(None), RankGroup(None))
+    shape = Case("mc2", 4, 2, 2, (1,)).shape
+    groups = LayerGroups.of(None, None)
     monkeypatch.delenv("HCCL_BUFFSIZE")
     with pytest.raises(ValueError, match="layer 3: MC2 needs a process group that nothing else uses"):
-        path(4, reference, npu, LayerOptions(mc2=MC2Variant()), Unquantized(reference))
+        LayerPath.of(
+            "mc2", shape, groups, 4, reference, npu, LayerOptions(mc2=MC2Variant()), Unquantized(reference)
+        )
 
 
 def test_a_grouped_token_with_too_many_choices_on_a_rank_becomes_nan():

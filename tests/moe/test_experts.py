@@ -95,13 +95,13 @@ def test_parts_of_tensor_parallel_ranks_add_up_to_the_whole(ranks: int, quantize
     biases = torch.randn(1, 20, generator=generator), torch.randn(1, 8, generator=generator)
     weights = replace(weights, w13_bias_SI=biases[0], w2_bias_SH=biases[1])
     hidden_TH = torch.randn(7, 8, generator=generator)
-    whole = SharedExperts(4, weights, reference, torch.float32, gate_H)
+    whole = SharedExperts(4, weights, reference, torch.float32, gate_H=gate_H)
     expected_TH = whole.part2(hidden_TH, whole.part1(hidden_TH))
 
     def own(tp: RankGroup) -> torch.Tensor:
         kind = "w8a8" if quantized else "none"
         part = part_of(weights, tp)
-        shared = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp, quantization=kind)
+        shared = SharedExperts(4, part, reference, torch.float32, gate_H=gate_H, tp=tp, quantization=kind)
         return shared.start(hidden_TH)()
 
     found = run_simulated(ranks, own)
@@ -132,7 +132,7 @@ def test_shared_expert_weights_of_another_shape_are_rejected():
     with pytest.raises(ValueError, match=r"layer 4: shared experts' w13 must have shape \[1, 2\*I, 8\]"):
         SharedExperts(4, ExpertWeights(weights.w13_SIH[:, :, :5], weights.w2_SHI), reference, torch.float32)
     with pytest.raises(ValueError, match=r"shared experts' gate must have shape \[8\], got \[5\]"):
-        SharedExperts(4, weights, reference, torch.float32, torch.zeros(5))
+        SharedExperts(4, weights, reference, torch.float32, gate_H=torch.zeros(5))
 
 
 def test_the_state_of_a_layer_includes_its_shared_experts():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_core.placement import check_layer
 from eplb_core.solver.construction import hottest_rank
 from eplb_core.solver.evaluation import smooth_max_of, smooth_peak, smooth_term
-from eplb_core.solver.local_search import _slots_away, local_search
+from eplb_core.solver.local_search import local_search, slots_away
 from eplb_core.solver.model import homes
 from eplb_core.solver.swaps import MIN_RELIEF
 from tests.solver.assignment_sums import assert_sums_hold
@@ -47,7 +47,7 @@ def test_the_search_never_raises_the_cost(
     actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, step_limit)
     for actual_RS, price in zip(actual_KRS, price_K, strict=True):
         check_layer(actual_RS, case.experts)
-        assert _slots_away(actual_RS, home_ER) == slow.slots_away(actual_RS, home_ER)
+        assert slots_away(actual_RS, home_ER) == slow.slots_away(actual_RS, home_ER)
         before = cost(layer.phy2log_RS, layer, home_ER, price)
         assert cost(actual_RS, layer, home_ER, price) <= before + 2 * layer.rounding
 
@@ -102,7 +102,6 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
     now = smooth_max_of(load_R, variance_R, z)
     risk_R = load_R.astype(float) + z * np.sqrt(variance_R.astype(float))
     base, span = slow.scale_of(risk_R)
-    assert now.peak == pytest.approx(risk_R.max(), rel=1e-6)
     # The 8-norm of R equal ranks exceeds the base by R**(1/8) times their distance from it.
     assert smooth_peak(now) == pytest.approx(slow.smooth_peak(risk_R), abs=1e-4)
     assert smooth_peak(now) >= risk_R.max() - 1e-5

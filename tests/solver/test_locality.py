@@ -10,10 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_core.placement import check_log2phy
-from eplb_core.solver.evaluation import loads_in_episodes, top_ranks_of
 from eplb_core.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, episodes_of
-from eplb_core.solver.tables import slot_shares, slots_by_expert
-from eplb_core.solver.topology import _best_home_slot, _list_sources, crossing_share, localised
+from eplb_core.solver.topology import (
+    _best_home_slot,
+    _list_sources,
+    _routed_loads,
+    crossing_share,
+    localised,
+)
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow
@@ -82,26 +86,13 @@ def test_a_share_reaches_its_home_node_by_the_best_redirection(
     table_GE = scene.rule.log2phy_GE
     limit = scene.peak(table_GE) + room
     rounding = 1e-5 * case.ranks
-    share_RS = slot_shares(scene.phy2log_RS, table_GE, deployed.share_GE)
-    top = top_ranks_of(loads_in_episodes(scene.phy2log_RS, share_RS, heat.scaled_EN))
-    first_E1, slot_P = slots_by_expert(scene.phy2log_RS, case.experts)
+    routed = _routed_loads(scene.phy2log_RS, table_GE, heat.episodes, deployed)
     for expert, source in itertools.product(range(case.experts), range(sources)):
         home = deployed.node_G[source]
         if home < 0 or deployed.node_R[table_GE[source, expert] // case.slots] == home:
             continue
-        replica_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
-        tables = table_GE[:, expert].copy(), deployed.share_GE[:, expert].copy()
-        lists = np.full(slot_P.size, -1, np.int32), np.zeros(sources, np.int32)
-        _list_sources(tables[0], *lists)
-        state = (
-            heat,
-            deployed,
-            replica_K,
-            top,
-            np.zeros((case.ranks + 1, heat.share_N.size), np.float32),
-            lists,
-        )
-        new_slot, partner = _best_home_slot(*tables, *state, source, expert, limit)
+        _list_sources(routed.tables.chosen_EG[expert], routed.first_P, routed.next_G)
+        new_slot, partner = _best_home_slot(routed, deployed, expert, source, limit)
         redirections = slow.redirections(
             scene.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R
         )

@@ -95,10 +95,9 @@ def test_each_share_goes_to_the_rank_that_stays_coolest(scene: Sources) -> None:
     share_EG = scene.share_GE.T.copy()
     order_E = descending(expert_heat(layer.heat32, z))
     assert largest_first(share_EG).tolist() == [slow.largest_first(share_G) for share_G in share_EG]
-    assignment = tables._assign_shares(
-        *(scene.phy2log_RS, chosen_EG, scene.first_E1, scene.slot_P, layer.heat32, share_EG),
-        *(order_E, largest_first(share_EG), z),
-    )
+    by_expert = tables.TablesByExpert(chosen_EG, share_EG, scene.first_E1, scene.slot_P)
+    order_EG = largest_first(share_EG)
+    assignment = tables._assign_shares(scene.phy2log_RS, by_expert, layer.heat32, order_E, order_EG, z)
     share_RS = slow.slot_shares(scene.phy2log_RS, chosen_GE, scene.share_GE.astype(float))
     result_RS = assignment.share_ER[scene.phy2log_RS, np.arange(layer.case.ranks)[:, None]]
     np.testing.assert_allclose(result_RS, share_RS, atol=1e-5)
@@ -112,10 +111,10 @@ def test_each_share_goes_to_the_rank_that_stays_coolest(scene: Sources) -> None:
 def test_shares_leave_the_hottest_rank_until_no_move_cools_it(scene: Sources) -> None:
     layer = scene.layer
     z = layer.z
-    arrays = scene.first_E1, scene.slot_P, layer.heat32, scene.share_GE.T.copy(), z
     chosen_EG = scene.rule_GE.T.copy()
+    by_expert = tables.TablesByExpert(chosen_EG, scene.share_GE.T.copy(), scene.first_E1, scene.slot_P)
     share_RS = slot_shares(scene.phy2log_RS, scene.rule_GE, scene.share_GE)
-    tables.cool(assignment_of(scene.phy2log_RS, share_RS, layer.heat32), chosen_EG, *arrays)
+    tables.cool(assignment_of(scene.phy2log_RS, share_RS, layer.heat32), by_expert, layer.heat32, z)
     expected_GE, margin = slow.cool(
         scene.phy2log_RS, scene.rule_GE, *layer.heat, scene.share_GE.astype(float), z
     )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from eplb_core.placement import Placement, staging_rows
 from eplb_core.wire.agent import CallOff, PlanState, PlanStatus
@@ -78,6 +79,17 @@ class SwitchStats:
     transfer_seconds: float = 0.0
 
 
+class SwitchCallbacks(NamedTuple):
+    """Functions of the agent that the layer switch calls."""
+
+    on_status: Callable[[PlanStatus], None]
+    """Called with each plan status to send to the service."""
+    before_commit: Callable[[tuple[int, ...]], None]
+    """Called with the epochs of all layers just before any layer is switched."""
+    on_commit: Callable[[int], None] | None = None
+    """Called with the index of each layer that has just been installed."""
+
+
 class SwitchDriver:
     """Layer switch of one rank, with its threads and links.
 
@@ -93,12 +105,8 @@ class SwitchDriver:
         Counter of forward passes.
     history
         Record of this rank's votes and actions.
-    on_status
-        Called with each plan status to send to the service.
-    before_commit
-        Called with the epochs of all layers just before any layer is switched.
-    on_commit
-        Called with the index of each layer that has just been installed.
+    callbacks
+        Functions that the switch calls.
     runtime
         Clock and threads to use.
 
@@ -123,9 +131,7 @@ class SwitchDriver:
         rendezvous: Rendezvous,
         clock: ForwardClock,
         history: History,
-        on_status: Callable[[PlanStatus], None],
-        before_commit: Callable[[tuple[int, ...]], None],
-        on_commit: Callable[[int], None] | None = None,
+        callbacks: SwitchCallbacks,
         runtime: Runtime = REAL,
     ) -> None:
         self.stats = SwitchStats()
@@ -149,9 +155,7 @@ class SwitchDriver:
         self._group = rendezvous.group
         self._clock = clock
         self._history = history
-        self._on_status = on_status
-        self._before_commit = before_commit
-        self._on_commit = on_commit
+        self._on_status, self._before_commit, self._on_commit = callbacks
         self._step = 0
         self._staged: TransferResult | None = None
         self._unreported_commits: list[tuple[PlanStatus, RankLayout]] = []

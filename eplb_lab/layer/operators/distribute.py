@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from eplb_lab.layer.operators.codes import DispatchQuantMode, GroupListType
@@ -76,15 +78,10 @@ def npu_moe_distribute_dispatch_v2(
     received_RS = group.exchange(sent_RS)
     received_columns = _exchanged(group, columns, sent_RS.sum(dim=1), received_RS.sum(dim=1))
     ranks, slots = received_RS.shape
-    order_N = _regrouped(received_RS)
     # The number of rows returned must not depend on the routing.
     tokens = global_bs or x.shape[0] * ep_world_size
     capacity = tokens * min(slots, top_k)
-    rows = order_N.shape[0]
-    require(rows <= capacity, f"received {rows} rows, but global_bs allows only {capacity}")
-    rows_AH, scale_A1, info_A2, weights_A1 = (
-        _padded(column[order_N], capacity) for column in received_columns
-    )
+    rows_AH, scale_A1, info_A2, weights_A1 = _sorted_by_expert(received_columns, received_RS, capacity)
     assist_AX = info_A2.new_zeros(capacity, _ASSIST_WIDTH)
     assist_AX[:, :2] = info_A2
     tokens_S = received_RS.sum(dim=0)
@@ -97,7 +94,7 @@ def npu_moe_distribute_dispatch_v2(
         assist_AX.view(-1),
         tokens_S.cumsum(0) if expert_token_nums_type == GroupListType.CUMULATIVE else tokens_S,
         received_counts,
-        torch.full((tp_world_size,), rows, dtype=torch.int32, device=x.device),
+        torch.full((tp_world_size,), received_columns[0].shape[0], dtype=torch.int32, device=x.device),
         weights_A1.squeeze(1) if expert_scales is not None else weights_A1.new_empty(0),
     )
 
@@ -189,12 +186,17 @@ def npu_moe_distribute_combine_v2(
     order_N = _regrouped(counts_SR)
     columns = [column[order_N] for column in (expand_x, choice_A1)]
     rows_NH, choice_N1 = _exchanged(group, columns, counts_SR.sum(dim=0), sent_RS.sum(dim=1))
+    return _weighted_sums(rows_NH, choice_N1.squeeze(1).long(), expert_scales)
+
+
+def _weighted_sums(rows_NH: torch.Tensor, choice_N: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's rows, ``[T, H]``, given the index of each row's choice."""
     # Sum in float32 or wider, and in the order of the choices.
     wide_dtype = torch.promote_types(rows_NH.dtype, torch.float32)
-    outputs_NH = rows_NH.new_zeros(expert_scales.numel(), rows_NH.shape[1], dtype=wide_dtype)
-    outputs_NH[choice_N1.squeeze(1).long()] = rows_NH.to(wide_dtype)
-    outputs_TKH = outputs_NH.view(*expert_scales.shape, outputs_NH.shape[1])
-    return (outputs_TKH * expert_scales.to(wide_dtype).unsqueeze(-1)).sum(dim=1).to(rows_NH.dtype)
+    outputs_NH = rows_NH.new_zeros(weights_TK.numel(), rows_NH.shape[1], dtype=wide_dtype)
+    outputs_NH[choice_N] = rows_NH.to(wide_dtype)
+    outputs_TKH = outputs_NH.view(*weights_TK.shape, outputs_NH.shape[1])
+    return (outputs_TKH * weights_TK.to(wide_dtype).unsqueeze(-1)).sum(dim=1).to(rows_NH.dtype)
 
 
 def _sorted_choices(
@@ -222,6 +224,20 @@ def _regrouped(counts_XY: torch.Tensor) -> torch.Tensor:
     groups, subgroups = counts_XY.shape
     subgroup_of_block = torch.arange(subgroups, device=counts_XY.device).repeat(groups)
     return subgroup_of_block.repeat_interleave(counts_XY.reshape(-1)).argsort(stable=True)
+
+
+def _sorted_by_expert(
+    columns: list[torch.Tensor], received_RS: torch.Tensor, capacity: int
+) -> Iterator[torch.Tensor]:
+    """Sort received rows by local expert, and yield each column, padded to ``capacity`` rows.
+
+    Raises ``ValueError`` if there are more rows.
+    """
+    order_N = _regrouped(received_RS)
+    rows = order_N.shape[0]
+    require(rows <= capacity, f"received {rows} rows, but global_bs allows only {capacity}")
+    for column in columns:
+        yield _padded(column[order_N], capacity)
 
 
 def _exchanged(
