@@ -143,7 +143,7 @@ def test_vllm_tables_maps_and_weights_follow_a_switch():
         assert facts.pop("counts") == [[2, 2, 1, 1, 1, 1]] * LAYERS
         logged = "\n".join(facts.pop("logged"))
         assert logged.count("EPLB_AGENT_DEPLOYMNT is not a setting") == 1
-        attached = "balances 2 MoE layers of 6 experts over 2 ranks of 4 slots; deployment default, service 127.0.0.1"
+        attached = "balances 2 MoE layers of 6 experts over 2 ranks with 4 slots; deployment default, service 127.0.0.1"
         assert (attached in logged) is (rank == 0)
         assert logged.count("first switch: layer") == (rank == 0)
         assert set(facts.values()) == {True}, (rank, facts)

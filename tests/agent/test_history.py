@@ -73,7 +73,7 @@ def test_an_unaltered_history_has_no_violations(recorded: Path) -> None:
         ("vote", 3, {"decision": "HALT"}, "vote 4"),
         ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 recorded"),
         ("start", 0, {"digest": 3}, "started from different placements"),
-        ("heat", 2, {"layer_epochs": [9, 9]}, "is reported under [9, 9]"),
+        ("heat", 2, {"layer_epochs": [9, 9]}, "was reported under [9, 9]"),
         ("heat", 2, {"first_step": 0}, "was reported again: steps up to"),
         ("heat", -1, {"steps": 0, "first_step": 1}, "was reported again: steps up to"),
     ],

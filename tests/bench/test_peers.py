@@ -136,7 +136,7 @@ def test_an_archive_with_another_digest_is_rejected(index: tuple[Path, str], tmp
 def test_a_version_missing_from_the_index_is_reported(index: tuple[Path, str]) -> None:
     served, address = index
     publish(served, "maker-2.0.tar.gz", source_archive())
-    with pytest.raises(PeerError, match=r"lists no maker-1\.0"):
+    with pytest.raises(PeerError, match=r"does not list maker-1\.0"):
         fetch(PACKAGE, address)
 
 

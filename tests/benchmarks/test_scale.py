@@ -96,9 +96,9 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
     ("found", "missed"),
     [
         ({}, set()),
-        ({"cpu_percent": 12.0}, {"cost 10 %"}),
+        ({"cpu_percent": 12.0}, {"the service uses"}),
         ({"ranks": 64, "cpu_percent": 12.0}, set()),
-        ({"steps_per_second": 10.0}, {"cost 10 %", "steps are assembled"}),
+        ({"steps_per_second": 10.0}, {"the service uses", "steps are assembled"}),
         ({"lost_steps": 1}, {"no step is"}),
         ({"dropped_steps": 1}, {"no step is"}),
         ({"joining": Holds(cpu=0.11)}, {"no callback blocks"}),

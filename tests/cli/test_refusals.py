@@ -49,7 +49,7 @@ REFUSED = (
     ("replay", "--heat four.npz", "holds phy2log [2, 4, 4]: specify its meaning with --as"),
     ("replay", "--nodes 3", "a number of nodes that divides 4 ranks"),
     ("replay", "--nodes 0,0,1", "or the node of each rank"),
-    ("replay", "--token-group 3", "--token-group 3 does not divide 4 ranks"),
+    ("replay", "--token-group 3", "--token-group 3 does not divide the 4 ranks evenly"),
     ("advise", "--redundant 3", "use --redundant 0, or add a multiple of 4 to it"),
     ("sweep", "idle.npz", "idle.npz: all of its 20 steps have zero tokens"),
     ("sweep", "short.npz --interval 32", "short.npz: the trace has 20 steps"),

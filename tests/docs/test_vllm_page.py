@@ -59,7 +59,7 @@ def test_service_doctor_and_operator_commands_of_the_page_work(shell):
         service.terminate()
         service.wait(60)
     assert status == 0, findings
-    assert re.search(r"^ok +service +localhost:\d+ answers$", findings, re.MULTILINE)
+    assert re.search(r"^ok +service +localhost:\d+ responds$", findings, re.MULTILINE)
     assert re.search(r"^ok +expert round trip ", findings, re.MULTILINE)
     assert "FAILED" not in findings
 

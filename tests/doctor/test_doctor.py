@@ -215,7 +215,7 @@ def test_a_device_type_that_torch_does_not_see_is_reported(installed, capsys):
 def test_a_rank_that_exits_without_findings_is_reported():
     (finding,) = doctor._of_rank(1, "", "Segmentation fault")
     assert finding.verdict == FAILED
-    assert "rank 1 ended: Segmentation fault" in finding.text
+    assert "rank 1 exited: Segmentation fault" in finding.text
 
 
 class FakeProcess:

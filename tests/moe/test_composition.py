@@ -30,7 +30,7 @@ EARLY = {"quantize_before_gather": True}
         ("all2allv", False, {"max_rank_tokens": 0}, "max_rank_tokens must be at least 1, got 0"),
         ("allgather", False, EARLY, "this layer's weights are floating-point"),
         ("mc2", True, EARLY, "requires a dispatcher that gathers, got mc2$"),
-        ("moge", False, TWICE, r"layer 3: moge gathers the tokens of 1 ranks, but .* 1 x 2 x 1 ranks \("),
+        ("moge", False, TWICE, r"layer 3: moge gathers the tokens of 1 ranks, but .* 1 x 2 x 1 ranks;"),
         ([], False, {}, "a layer needs at least one dispatcher"),
         ("all2allv", False, {"split": "steps"}, "split must be 'tables' or 'step', got 'steps'"),
     ],

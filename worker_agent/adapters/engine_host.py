@@ -338,8 +338,7 @@ class EngineHost:
         # The message is the same on all ranks, so only rank 0 logs it at INFO.
         log.log(
             logging.DEBUG if rank else logging.INFO,
-            "eplb-agent balances %d MoE layers with %d experts each over %d ranks with %d slots each; deployment %s, "
-            "service %s",
+            "eplb-agent balances %d MoE layers of %d experts over %d ranks with %d slots; deployment %s, service %s",
             placement.layers,
             placement.experts,
             placement.ranks,

@@ -176,7 +176,7 @@ class PresenceLinks:
             return f"the links to ranks {missing} were lost and are being reopened"
         if time.monotonic() - last[0] > _COMPLAINT_SECONDS:
             return None
-        return f"the link to rank {last[1]} was lost and has been reopened ({self._losses} losses since the start)"
+        return f"the link to rank {last[1]} was lost and has been reopened (links lost since the start: {self._losses})"
 
     def missing(self) -> list[int]:
         """Wait up to a minute for all links to open. Return the peers without a link."""

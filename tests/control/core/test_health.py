@@ -173,7 +173,7 @@ def test_a_heat_phase_that_no_step_has_is_a_problem() -> None:
         assert problems(story.deployment) == []
         report(story, number * WINDOW, 1, StepPhase.DECODE)
     (problem,) = problems(story.deployment)
-    assert problem.startswith(f"none of the newest {16 * WINDOW} steps with tokens was prefill")
+    assert problem.startswith(f"none of the newest {16 * WINDOW} steps with tokens was a prefill step")
     report(story, 16 * WINDOW, 1, StepPhase.PREFILL)
     assert problems(story.deployment) == []
 

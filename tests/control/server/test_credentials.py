@@ -169,7 +169,7 @@ def entry(changes: str) -> str:
         (entry("ranks: 0-99999999"), "ranks"),
         (entry("more: 1"), "more"),
         (entry("") * 2, "two credentials have the name 'a'"),
-        ("- {name: a, token: 0123456789abcdef", "is not YAML"),
+        ("- {name: a, token: 0123456789abcdef", "is not valid YAML"),
     ],
 )
 def test_an_invalid_credentials_file_is_rejected_without_showing_tokens(

@@ -219,7 +219,7 @@ def test_only_the_leading_pod_is_labelled(
     paths = {name: f"/api/v1/namespaces/{NAMESPACE}/pods/{name}" for name in ("eplb-a", "eplb-b")}
     first = candidate("a", pod="eplb-a")
     second = candidate("b", pod="eplb-b")
-    with pytest.raises(LeaseError, match="no pod 'eplb-a'"):
+    with pytest.raises(LeaseError, match="cannot label pod 'eplb-a'"):
         first.attempt()
     # A restarted container finds the label of its predecessor.
     api.pods = {path: {LEADS_LABEL: "true"} for path in paths.values()}
@@ -245,7 +245,7 @@ def test_a_replaced_token_is_read_again(api: FakeKubernetes, tmp_path: Path) -> 
     lease = KubernetesLease(api.client(tmp_path), "eplb", "a", 15)
     assert lease.attempt()
     api.token = "the pod's next token"
-    with pytest.raises(LeaseError, match="answers 401"):
+    with pytest.raises(LeaseError, match="responded with 401"):
         lease.attempt()
     (tmp_path / "token").write_text(api.token)
     assert lease.attempt()

@@ -178,7 +178,7 @@ async def test_forget_removes_history_metrics_and_pause(
     tick(service.plane)
     assert await has_metrics(service)
     assert await eplb(group, "forget", "decode") == 2
-    assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
+    assert "'decode' still has connections from ranks 0, 1, 2, 3" in capsys.readouterr().err
     await group.leave()
     await until(lambda: not service.plane.deployments["decode"].connected)
     assert await eplb(group, "forget", "decode", "--json") == 0

@@ -85,9 +85,9 @@ NESTED = "[" * 100_000
     ("content", "message"),
     [
         (NESTED, "is nested too deeply; it must be a list of credentials"),
-        ("- {name: a, role: reader, deployments: ['*'], token: 2024-99-99}", "is not YAML"),
-        ("- !!timestamp nonsense", "is not YAML"),
-        ("- {name: a, ? [b] : c}", "is not YAML"),
+        ("- {name: a, role: reader, deployments: ['*'], token: 2024-99-99}", "is not valid YAML"),
+        ("- !!timestamp nonsense", "is not valid YAML"),
+        ("- {name: a, ? [b] : c}", "is not valid YAML"),
     ],
     ids=["nested too deeply", "invalid date", "invalid timestamp", "list as a key"],
 )
@@ -105,7 +105,8 @@ def test_unparsable_credentials_are_reported_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(NESTED, "is nested too deeply"), ("window_steps: 2024-99-99", "is not YAML")]
+    ("content", "message"),
+    [(NESTED, "is nested too deeply"), ("window_steps: 2024-99-99", "is not valid YAML")],
 )
 def test_unparsable_settings_are_reported_in_one_line(
     content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

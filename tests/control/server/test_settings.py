@@ -38,7 +38,7 @@ def test_every_setting_has_a_description() -> None:
         ("windowsteps: 3", "unknown setting 'windowsteps'; did you mean 'window_steps'?"),
         ("qqq: 3", "unknown setting 'qqq'; `eplb serve --help` lists"),
         ("- 3", "must consist of 'key: value' lines"),
-        ("a: [", "is not YAML"),
+        ("a: [", "is not valid YAML"),
         ("window_steps: many", r"setting window_steps: .* \(got 'many'\)"),
     ],
 )

@@ -482,5 +482,5 @@ def test_a_start_that_cannot_write_reports_the_reason(path: str) -> None:
         store._db.execute(
             "CREATE TRIGGER f BEFORE UPDATE ON plans BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
         )
-    with pytest.raises(StoreError, match="disk is full; make room"):
+    with pytest.raises(StoreError, match="disk is full; free disk space"):
         Store(path)

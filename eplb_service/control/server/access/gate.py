@@ -250,7 +250,7 @@ def _parse_credentials(path: Path, content: bytes) -> tuple[Credential, ...]:
     except Exception:
         # Some values, such as impossible dates, raise errors other than YAMLError. Their messages quote the line, which
         # may contain a token, so they are dropped.
-        raise SettingsError(f"{path} is not YAML") from None
+        raise SettingsError(f"{path} is not valid YAML") from None
     if not isinstance(entries, list) or not entries:
         raise SettingsError(f"{path} must be a list of at least one credential")
     credentials: dict[str, Credential] = {}

@@ -252,7 +252,7 @@ class ControlPlane:
         if deployment.connected:
             ranks = rank_list(sorted(member.rank for member in deployment.connected))
             raise ConflictError(
-                f"{deployment.name!r} still has connected ranks ({ranks}); stop the engines or the agents first"
+                f"{deployment.name!r} still has connections from {ranks}; stop the engines or the agents first"
             )
         self.forget(deployment.name)
 
