@@ -38,8 +38,8 @@ ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
 LIMITS = {
     "code tokens of core, service and agent": Limit(215_000, 262_000),
     "code tokens with the lab": Limit(240_000, 308_000),
-    LONG_FUNCTIONS: Limit(4, 5),
-    WIDE_FUNCTIONS: Limit(7, 10),
+    LONG_FUNCTIONS: Limit(4, 4),
+    WIDE_FUNCTIONS: Limit(7, 8),
     LARGE_MODULES: Limit(7, 7),
     "planner settings": Limit(18, 19),
     "service settings": Limit(28, 30),

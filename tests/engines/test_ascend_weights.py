@@ -105,7 +105,7 @@ def test_every_rank_refuses_formats_that_differ_between_ranks(monkeypatch, their
         check_same_formats([layer], None)
         return
     with pytest.raises(
-        UnsupportedEngineError, match=r"rank 1 keeps .* other NPU formats .* same weight_nz_mode"
+        UnsupportedEngineError, match=r"rank 1, whose experts have other NPU formats .* same weight_nz_mode"
     ):
         check_same_formats([layer], None)
 

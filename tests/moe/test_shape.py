@@ -76,7 +76,7 @@ def test_ids_are_not_read_if_their_check_is_disabled():
     [
         ({"phy2log_RS": ALONE_RS.reshape(2, 2)}, r"layer 5: phy2log must have shape \[1 ranks, slots\]"),
         ({"phy2log_RS": ALONE_RS[0]}, r"phy2log must have shape \[1 ranks, slots\], got \[4\]"),
-        ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 is in no slot"),
+        ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 has no slot"),
         ({"log2phy_E": np.zeros(3, dtype=np.int32)}, r"log2phy must have shape \[4\], got \[3\]"),
         ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
