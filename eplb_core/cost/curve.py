@@ -164,16 +164,19 @@ class CostCurve:
 
     @property
     def knee_tokens(self) -> float:
-        """Maximum number of tokens that a slot computes within the time to read its weights."""
+        """Maximum number of tokens that a slot can process in the time it takes to read its weights."""
         return max(0.0, self.read_us - self.launch_us) / self.slope_us if self.slope_us else math.inf
 
     def slot_us(self, tokens: npt.ArrayLike) -> Float64:
-        """Return the time of each slot, in microseconds, float64 with the shape of ``tokens``."""
+        """Return the time of each slot in microseconds, float64 with the shape of ``tokens``."""
         n = np.asarray(tokens, dtype=np.float64)
         return np.where(n > 0, np.maximum(self.read_us, self.launch_us + self.slope_us * n), 0.0)
 
     def rank_us(self, tokens_S: npt.ArrayLike) -> Float64:
-        """Return each rank's time, in microseconds, without the batch term. The last axis of ``tokens_S`` is slots."""
+        """Return each rank's time, in microseconds, without the batch term.
+
+        The slots are the last axis of ``tokens_S``.
+        """
         us: Float64 = self.floor_us + self.slot_us(tokens_S).sum(axis=-1)
         return us
 

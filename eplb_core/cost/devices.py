@@ -1,9 +1,9 @@
 """Built-in cost curves for devices, and model shapes, for estimates without measurements on the target machine.
 
 The GPU curves are fitted to measured tables of DeepSeek-V3's fp8 experts. The curves for Ascend NPUs are derived from
-published peak rates of memory and 8-bit arithmetic and from assumed kernel efficiencies. For other models, reading time
-is scaled by an expert's bytes and computing time by its operations. Every built-in curve is an estimate, and its source
-says so.
+published peak memory bandwidth and 8-bit throughput and from assumed kernel efficiencies. For other models, read time
+scales with an expert's size and compute time with its number of operations. Every built-in curve is an estimate, and
+its source says so.
 
 References
 ----------
@@ -78,12 +78,13 @@ _CURVES = {
 }
 """Floor, read, launch and slope of DeepSeek-V3's decode kernel, in microseconds."""
 _PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
-"""Published memory bandwidth (GB/s) and 8-bit compute rate (TOPS) of one processor. A 910C package has two processors,
+"""Published memory bandwidth (GB/s) and 8-bit throughput (TOPS) of one processor. A 910C package has two processors,
 each with its own ranks."""
 _MEMORY_SHARE = 0.8
-"""Fraction of the peak memory rate that grouped kernels reach. It is assumed, because no measurements are published."""
+"""Fraction of the peak memory bandwidth that grouped kernels reach. It is assumed, because no measurements are
+published."""
 _COMPUTE_SHARE = 0.6
-"""Fraction of the peak compute rate that grouped kernels reach. It is also assumed."""
+"""Fraction of the peak compute throughput that grouped kernels reach. This value is assumed as well."""
 _NPU_FLOOR_US = 20.0
 """Floor of the NPU curves, assumed to be about the same as on the GPUs."""
 GPUS = (*_CURVES, *_PEAKS)
@@ -160,7 +161,7 @@ def knee_tokens(device: str, bytes_per_expert: int) -> float | None:
 
 
 def _scaled(gpu: str, bytes_per_expert: int, operations: float, model: str = "") -> CostCurve:
-    """Return a device's curve, scaled to an expert's bytes and to its operations relative to DeepSeek-V3's."""
+    """Return a device's curve, scaled by an expert's size and number of operations relative to DeepSeek-V3's."""
     device = gpu.lower()
     if device in _PEAKS:
         gigabytes, tera_operations = _PEAKS[device]

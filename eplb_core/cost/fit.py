@@ -46,7 +46,8 @@ If a rank's tokens grow in proportion to the batch, the batch term could absorb 
 kernels, 142 fit if the term is always used, 141 with a threshold of 0.8 or 0.9, and 135 with 0.7.
 """
 _ROUNDING = 1e-9
-"""Coefficients that contribute less than this fraction of the time are set to 0: rounding errors vary by machine."""
+"""Coefficients that contribute less than this fraction of the time are set to 0, because rounding errors vary between
+machines."""
 _RIDGE = 1e-13
 """Ridge penalty for unit-length columns, so that the solution is unique even if columns are equal."""
 _MAX_ALTERNATIONS = 5
@@ -55,9 +56,9 @@ _DRAWS = 200
 """Number of bootstrap samples for the confidence intervals."""
 
 _EVEN = ("uniform", "balanced")
-"""Values of the column ``distribution`` for tokens that are spread evenly over the experts."""
+"""Values of the ``distribution`` column for tokens that are spread evenly over the experts."""
 _BALANCED = "_eplb"
-"""Suffix of the column ``distribution`` for tokens that are balanced over the ranks."""
+"""Suffix in the ``distribution`` column for tokens that are balanced over the ranks."""
 _MAX_SHOWN = 8
 """Maximum number of kernels that an error message lists."""
 _KERNEL_COLUMNS = ("hidden_size", "inter_size", "num_experts", "topk", "moe_dtype", "kernel_source")
@@ -186,7 +187,7 @@ def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int =
     tokens_TLRS
         ``[T, L, R, S]``, tokens of each slot.
     seed
-        Random seed for the bootstrap.
+        Seed for the bootstrap.
 
     Raises
     ------

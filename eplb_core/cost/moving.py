@@ -1,9 +1,9 @@
 """Cost of moving experts while a model serves, estimated from the ranks' measurements of past switches.
 
 Steps take longer while the weights of a layer are transferred, and its commit pauses the model briefly. A switch
-therefore costs the transfer time, multiplied by the fraction of it that steps lose, plus the commit time. Each of these
-three values is measured independently of the others as soon as there are enough samples. Estimates use medians over
-ranks and switches, so that a single report cannot change them much, and every estimate is bounded.
+therefore costs the transfer time, multiplied by the fraction of it that is lost to slower steps, plus the commit time.
+Each of these three values is measured independently of the others as soon as there are enough samples. Estimates use
+medians over ranks and switches, so that a single report cannot change them much, and every estimate is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_SAMPLES = 4
 MAX_RELATIVE_ERROR = 0.1
 """Largest accepted half-width of the 95 % confidence interval of the lost fraction of a transfer."""
 MAX_LOST = 0.9
-"""Upper bound on the lost fraction of a transfer. A larger loss must have a different cause."""
+"""Upper bound on the lost fraction of a transfer. A larger loss must have another cause."""
 _EXPERT_SECONDS = (1e-6, 60.0)
 """Bounds on the transfer time of an expert, in seconds. Values outside these bounds come from a faulty clock."""
 _COMMIT_SECONDS = (0.0, 10.0)
@@ -92,8 +92,8 @@ class SwitchedPlan:
     switches
         Switches of the plan's layers.
     lost_share
-        Fraction of the transfer time that steps lost. It is negative if these steps happened to be faster than the
-        steps before and after the plan.
+        Fraction of the transfer time that was lost to slower steps. It is negative if these steps happened to be faster
+        than the steps before and after the plan.
     lost_steps
         Number of steps during the transfers that were used to measure ``lost_share``.
     decided_from
@@ -126,7 +126,7 @@ class MovingCosts:
     expert_seconds
         Transfer time of one expert to a rank.
     lost_share
-        Fraction of the transfer time that steps lose.
+        Fraction of the transfer time that is lost to slower steps.
     commit_seconds
         Commit time of one layer.
     layer_ms
@@ -158,7 +158,7 @@ def moving_costs(plans: Sequence[SwitchedPlan]) -> MovingCosts:
 def compared(
     plan: SwitchedPlan, plans: Sequence[SwitchedPlan], step_T: Float64, us_T: Float64
 ) -> SwitchedPlan:
-    """Measure the time that a plan's transfers cost, relative to the steps just before and after the plan.
+    """Measure the step time lost to a plan's transfers, relative to the steps just before and after the plan.
 
     Parameters
     ----------

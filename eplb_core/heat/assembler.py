@@ -34,7 +34,7 @@ _SOURCES_HELD = 2
 _Cells: TypeAlias = npt.NDArray[np.intp]
 """Indices into a flattened array."""
 _StepValues: TypeAlias = tuple[int, int, int]
-"""A rank's phase in a step, its tokens (-1 if unknown) and its microseconds (0 if unknown)."""
+"""A rank's phase in a step, its tokens (-1 if unknown) and its time in microseconds (0 if unknown)."""
 
 
 class StepCounts(NamedTuple):
@@ -192,7 +192,7 @@ class _Step:
         epochs
             Epoch of each layer in the report.
         values
-            Phase, tokens and microseconds.
+            Phase, tokens and time in microseconds.
         counts_LX
             Tokens by slot ``[L, S]`` or, without slot counts, the rank's own tokens by expert ``[L, E]``.
         targets_LED
@@ -251,7 +251,7 @@ class _Step:
 
 
 def _values_by_step(report: HeatReport) -> list[_StepValues]:
-    """Return the phase, tokens and microseconds of each step in a report."""
+    """Return the phase, the tokens and the time in microseconds of each step in a report."""
     phase_T = report.phase_T.tolist()
     tokens_T = [-1] * report.steps if report.tokens_T is None else report.tokens_T.tolist()
     micros_T = [0] * report.steps if report.micros_T is None else report.micros_T.tolist()
@@ -259,7 +259,7 @@ def _values_by_step(report: HeatReport) -> list[_StepValues]:
 
 
 class PendingSteps:
-    """The newest ``capacity`` steps, which some ranks have reported and others have not.
+    """The newest steps, up to ``capacity``, that some ranks have reported and others have not.
 
     When a newer step is reported, the oldest steps are dropped and count as lost if they are incomplete. A single rank
     with a wrong step number cannot stop the assembly. If the latest report of *every* rank covers only dropped steps, a
@@ -286,9 +286,10 @@ class PendingSteps:
     mislabelled_steps
         Number of these dummy steps in which tokens were counted nevertheless.
     empty_steps
-        Number of steps since the last counted token whose counts should not have been zero. Either ranks reported that
-        they had tokens, or busy ranks did not report their tokens and no token has ever been counted. Only the first
-        rank of each token group is considered, because it may be the only rank that counts the group's tokens.
+        Number of steps, since the last counted token, whose counts were zero although they should not have been. Either
+        ranks reported that they had tokens, or busy ranks did not report their tokens and no token has ever been
+        counted. Only the first rank of each token group is considered, because it may be the only rank that counts the
+        group's tokens.
     tokens_uncounted
         True if ranks reported tokens in any of these steps.
     """
@@ -402,14 +403,14 @@ class PendingSteps:
 
 @dataclass(frozen=True)
 class RememberedHeat:
-    """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run in a different thread.
+    """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run on a different thread.
 
     Parameters
     ----------
     rows
         Heat of each step in order, int32 ``[L, E]``; never modified.
     shape
-        L and E, the number of layers and of experts.
+        L and E, the numbers of layers and experts.
     sources
         Source heat of each rank; empty if not all ranks report it. Never modified.
     """

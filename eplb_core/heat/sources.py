@@ -52,7 +52,7 @@ class StepTimes:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean tokens per step in ``served_T``; ``None`` if there are no such steps or some counts are unknown."""
+        """Mean tokens per step over ``served_T``; ``None`` if there are no such steps or some counts are unknown."""
         tokens = self.tokens_T[self.served_T]
         return float(tokens.mean()) if tokens.size and np.isfinite(tokens).all() else None
 

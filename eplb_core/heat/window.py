@@ -118,8 +118,8 @@ def _is_valid(heat: npt.NDArray[Any]) -> bool:
     """Return True if all values are finite and at least 0."""
     if not heat.size:
         return True
-    # Minimum and maximum need no memory, unlike a mask of all values. Both are NaN if any value is NaN, and comparisons
-    # with NaN are False.
+    # Minimum and maximum need no extra memory, unlike a mask of all values. Both are NaN if any value is NaN, and
+    # comparisons with NaN are False.
     return bool(heat.min() >= 0 and heat.max() < np.inf)
 
 

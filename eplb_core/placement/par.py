@@ -36,7 +36,7 @@ def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Fl
     peak
         Tokens of the hottest rank, of any shape.
     tokens
-        Tokens of all ranks, of the same shape. The result has this shape too.
+        Tokens of all ranks, of the same shape as ``peak`` and the result.
     ranks
         R, number of ranks.
     """

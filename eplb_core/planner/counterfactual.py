@@ -32,7 +32,7 @@ settings nor the step times provide a value."""
 _MOE_SHARE = 0.5
 """Assumed fraction of the step time spent in the experts. Replays use the same assumption."""
 _MAX_FIT_STEPS = 128
-"""Maximum number of steps to fit a curve to."""
+"""Maximum number of steps that a curve is fitted to."""
 _STATED_ERROR = 0.5
 """Assumed relative error of a stated value, used for the range of an estimate. Chosen by hand."""
 _ROUNDING_US = 1e-6
@@ -68,7 +68,7 @@ class TimePrice:
 
 
 def time_price(settings: PlannerSettings, window: Window, current: Layout, times: StepTimes) -> TimePrice:
-    """Return the best available estimate of the time that tokens take.
+    """Return the best available estimate of the time price.
 
     Use the configured cost curve if there is one, or else a curve fitted to the step times. If neither is available,
     the time is assumed to be proportional to the hottest rank's tokens.
@@ -161,12 +161,12 @@ def priced(moving: MovingCosts, price: TimePrice | None) -> MovingCosts:
 
 @dataclass(frozen=True)
 class Served:
-    """Recent steps as the ranks served them.
+    """Measurements of recent steps as the ranks served them.
 
     Parameters
     ----------
     par_TL
-        float64 ``[T, L]``, PAR of each step; NaN without tokens.
+        float64 ``[T, L]``, PAR of each step; NaN if there are no tokens.
     slowest_T
         float64 ``[T]``, tokens of each layer's most loaded rank, summed over the layers.
     times
@@ -201,7 +201,7 @@ def worth_of(
     initial
         Initial layout of the deployment.
     current
-        Layout that the ranks currently serve.
+        Current layout.
     served
         The steps as the ranks served them.
     settings
@@ -267,14 +267,14 @@ def _why_not_measured(served: Served) -> str:
 
 
 def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float, ranks: int) -> Worth:
-    """Return ``worth`` with the time that balancing saves on these steps, at the price measured across switches.
+    """Return ``worth`` with the time that balancing saves on these steps, given the price measured across switches.
 
     Parameters
     ----------
     worth
         Gain in PAR, without times.
     price
-        Step time per token on the slowest ranks.
+        Step time per token on the slowest ranks, with its confidence interval.
     tokens
         Reduction of the slowest ranks' tokens per step, relative to the initial layout.
     step_ms
@@ -340,7 +340,7 @@ def _us_of_steps(window: Window, layout: Layout, settings: PlannerSettings, curv
 
 
 def _ms_of_steps(us_TL: Float64) -> Float64:
-    """Return the time per step in milliseconds, summed over the layers, float64 ``[T, 1]``; NaN without tokens."""
+    """Return the milliseconds per step, summed over the layers, float64 ``[T, 1]``; NaN if there are no tokens."""
     busy_T = ~np.isnan(us_TL).all(axis=1)
     ms_T = np.where(busy_T, np.nan_to_num(us_TL, nan=0.0).sum(axis=1) / 1e3, np.nan)
     return ms_T[:, None]

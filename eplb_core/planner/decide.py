@@ -82,7 +82,7 @@ def plan(
         Recommendations from the previous decision. Pass them only if its plan is being served and the heat has not
         changed since.
     hold_out
-        False to skip the hold-out for small batches (``planner.holdout``) if the promise is not used.
+        True to run the hold-out for small batches (``planner.holdout``). It may be skipped if the promise is not used.
 
     Raises
     ------
@@ -167,9 +167,9 @@ def _select_layers(figures: LayerFigures) -> npt.NDArray[np.int64]:
 
 
 def _cherry_pick(par_L: Float64, bound_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
-    """Return the layers above the threshold that can gain more than ``min_gain``, worst first, at most ``max_layers``.
+    """Return the layers above the threshold whose PAR can improve by more than ``min_gain``, worst first.
 
-    ``bound_L``, float64 ``[L]``, is the lower bound on each layer's achievable PAR.
+    At most ``max_layers`` are returned. ``bound_L``, float64 ``[L]``, is a lower bound on each layer's achievable PAR.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Computations of the decision loop (``planner.session``): the decision, the check of a plan, the time price, the gain.
+"""Computations of the decision loop (``planner.session``): decisions, plan checks, the time price and the gain.
 
-They are pure functions of their inputs, which a service can run on a thread of its own.
+They are pure functions of their inputs, which a service can run on a separate thread.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class DecisionInputs:
     layout
         Current layout.
     initial
-        Initial layout, to forecast the gain over it; ``None`` if it is unknown.
+        Initial layout, the baseline of the forecast gain; ``None`` if it is unknown.
     topology
         Nodes and token groups of the ranks.
     settings
         Settings of the planner.
     session
-        State after earlier decisions, just before ``DecisionSession.begin_decision``.
+        State of the decision loop after earlier decisions, just before ``DecisionSession.begin_decision``.
     moving
         Measured costs of moves.
     times
@@ -76,7 +76,7 @@ class DecisionInputs:
 
     @property
     def serving_steps(self) -> float | None:
-        """Number of steps that the result is expected to serve; ``None`` for the length of the window."""
+        """Number of steps that the result is expected to serve; ``None`` to assume the length of the window."""
         return None if self.pace is None else self.pace.serving_steps
 
     @property
@@ -150,7 +150,7 @@ def check(inputs: DecisionInputs) -> Outlook:
 
 
 def price_time(inputs: DecisionInputs) -> TimePrice | None:
-    """Estimate the time price from all steps; ``None`` if neither their durations nor a cost curve are known."""
+    """Estimate the time price from all steps; return ``None`` if there are neither step times nor a cost curve."""
     times = inputs.times
     if times is None:
         if inputs.settings.cost_curve is None:
@@ -166,9 +166,9 @@ def evaluate_gain(inputs: DecisionInputs, served: Served) -> Worth | None:
     Parameters
     ----------
     inputs
-        Inputs whose heat includes these steps.
+        Inputs whose heat includes the steps of ``served``.
     served
-        PAR and durations of these steps, as measured.
+        Measured PAR and durations of the newest steps.
     """
     if inputs.initial is None:
         return None
@@ -203,7 +203,7 @@ def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> 
 
 
 def _has_paid(inputs: DecisionInputs) -> bool | None:
-    """Return True if the gain from the last change exceeds the gain's error; ``None`` if that is unknown."""
+    """Return True if the gain from the last change exceeds its standard error; ``None`` if either is unknown."""
     session = inputs.session
     if session.pace is None or session.replaced_layout is None or session.replaced_at is None:
         return None

@@ -24,11 +24,11 @@ _REGRET_TOLERANCE = 1.1
 _MAX_FORECAST_LAYERS = 16
 """Maximum number of layers, evenly spaced, used to choose the look-back."""
 _MAX_FORECASTS = 4
-"""Maximum number of recent intervals used to choose the look-back. A single interval is too noisy on bursty heat."""
+"""Maximum number of recent intervals used to choose the look-back. A single interval is too noisy if heat is bursty."""
 _CHANGE_ERROR_RATIO = 4.0
-"""Heat counts as changed if forecasts of the new segment from older steps have at least this multiple of the error of
-forecasts from the segment's own older half. Bursts and drift stay below this ratio, and a change of workload exceeds it
-(``make bench-decide``)."""
+"""Heat counts as changed if the error of forecasts of the new segment from older steps is at least this multiple of the
+error of forecasts from the segment's own older half. Bursts and drift stay below this ratio, and a change of workload
+exceeds it (``make bench-decide``)."""
 
 _MIN_CHANGE_AGE = 2
 """Smallest age at which ``find_change`` looks for a change."""
@@ -91,9 +91,9 @@ def has_changed(heat_TLE: Counts, recent: int) -> bool:
     """Return True if the heat of the last ``recent`` steps differs from the heat before them.
 
     The newer half of the recent steps is forecast both from their older half and from the steps before them, with
-    look-backs of 16, 32, 64, ... steps. The heat has changed if even the best look-back has at least four times the
-    error of the older half. During bursts, all look-backs forecast about equally well. During drift, the shortest one
-    does about as well as the older half.
+    look-backs of 16, 32, 64, ... steps. The heat has changed if the error of even the best look-back is at least four
+    times that of the older half. During bursts, all look-backs forecast about equally well. During drift, the shortest
+    one does about as well as the older half.
 
     If either half or the history is empty, no comparison is possible, and the heat counts as changed.
     """
@@ -115,9 +115,9 @@ def find_change(heat_TLE: Counts, max_age: int) -> int | None:
     from its older half and from each block of up to 16 steps before the segment. The heat changed at that age if two
     conditions hold:
 
-    - Even the best block has at least ``_CHANGE_ERROR_RATIO`` times the error of the older half. A return to an earlier
-      state therefore does not count as a change, because an earlier block forecasts it well.
-    - The steps just before and just after that age differ by at least as much.
+    - The error of even the best block is at least ``_CHANGE_ERROR_RATIO`` times that of the older half. A return to an
+      earlier state therefore does not count as a change, because an earlier block forecasts it well.
+    - The difference between the steps just before and just after that age is at least as large.
 
     The error of the older half has two lower bounds. One is the error expected of independent steps, because with few
     experts the measured error may be small by chance. The other is the median difference between blocks of the history

@@ -157,7 +157,7 @@ class _ScoredLayer:
         return par_T1[:, 0]
 
     def slowest_us(self, curve: CostCurve) -> float:
-        """Return the slowest rank's mean time per step, in microseconds."""
+        """Return the mean time per step of the slowest rank, in microseconds."""
         heat_TLE = self._request.window.heat_TLE
         return float(mean_par(split_us(heat_TLE, *self._layout, curve, layer_K=self._layer_1)))
 

@@ -25,7 +25,8 @@ from eplb_core.planner.score import (
 from eplb_core.planner.settings import STEP
 
 _MIN_READING_STEPS = 0.95
-"""Minimum fraction of steps with few tokens for a layer to be left alone. It tolerates short prefills in between."""
+"""Minimum fraction of steps with few tokens at which a layer is left unchanged. The margin tolerates short prefills
+between decode steps."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,18 @@ class LayerFigures:
     floor_L
         float64 ``[L]``, noise floor of the steps; see ``score.sampling_floor``.
     episode_par_L
-        float64 ``[L]``, mean PAR of the episodes; 1 without tokens.
+        float64 ``[L]``, mean PAR of the episodes; 1 if there are no tokens.
     bound_L
-        float64 ``[L]``, PAR in episodes that balanced ranks would have because of token sampling and the experts'
+        float64 ``[L]``, PAR that balanced ranks would have in episodes because of token sampling and the experts'
         volatility.
     us_L
-        float64 ``[L]``, the slowest rank's microseconds per step; NaN if there is no cost curve or there are no tokens.
+        float64 ``[L]``, the slowest rank's time per step in microseconds; NaN if there are no tokens or no cost curve.
     small_batch_L
         bool ``[L]``, True for layers whose steps have so few tokens that changes need a hold-out; see
         ``planner.holdout``.
     reading_L
-        bool ``[L]``, True for layers whose experts receive so few tokens that step time is limited by weight reads.
+        bool ``[L]``, True for layers that are memory-bound: their experts receive so few tokens that weight reads
+        determine the step time.
     """
 
     request: SolveRequest
@@ -170,10 +172,10 @@ def _episode_bound(request: SolveRequest, served: ServedWindow) -> Float64:
 
 
 def _reading_layers(request: SolveRequest) -> npt.NDArray[np.bool_]:
-    """Return a mask of the layers whose step time is limited by weight reads, estimated for the device, bool ``[L]``.
+    """Return a mask of the layers estimated to be memory-bound on the device, bool ``[L]``.
 
-    In such a layer, no expert exceeds the knee of the device's curve in nearly all steps. No layer qualifies if the
-    deployment's cost curve is known.
+    In nearly all steps of such a layer, no expert has more tokens than the knee of the device's curve, so weight reads
+    determine the step time. No layer qualifies if the deployment's cost curve is known.
     """
     window = request.window
     settings = request.settings

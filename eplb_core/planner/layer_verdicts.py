@@ -48,7 +48,7 @@ def change_verdict(
     par
         Mean PAR of the window's steps under the new layout.
     us
-        The slowest rank's microseconds per step under the new layout; ``None`` without a cost curve.
+        The slowest rank's time per step under the new layout, in microseconds; ``None`` if there is no cost curve.
     """
     before = keep_verdict(figures, layer, "")
     was_held_out = bool(figures.small_batch_L[layer]) and result.held is not None

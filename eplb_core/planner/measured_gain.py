@@ -20,7 +20,8 @@ NEAR_STEPS = 64
 _MIN_STEPS = 8
 """Minimum number of matched steps on either side of a switch to estimate its effect."""
 _BIN_WIDTH = math.log(1.1)
-"""Width of a step-size bin, in log tokens. The sizes of steps in the same bin differ by at most about 10 %."""
+"""Width of a step-size bin, in the logarithm of the number of tokens. Step sizes in the same bin differ by at most
+about 10 %."""
 _T_995 = (
     63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355,
     3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921,
@@ -34,7 +35,7 @@ def effect_of(plan: SwitchedPlan, plans: Sequence[SwitchedPlan], served: ServedS
 
     Steps before the decision are compared with steps after the last layer switched. Only steps with about the same
     number of tokens are compared. The fit also includes a linear trend over the step numbers and one over the tokens,
-    so neither a trend nor the step size is mistaken for an effect of the balance.
+    so neither a trend nor the step size is mistaken for an effect of balancing.
 
     Parameters
     ----------
@@ -69,7 +70,10 @@ def effect_of(plan: SwitchedPlan, plans: Sequence[SwitchedPlan], served: ServedS
 
 
 def _compared_range(plan: SwitchedPlan, plans: Sequence[SwitchedPlan]) -> tuple[float, float]:
-    """Return the first step to compare and the end (exclusive) of a range near the plan that avoids other plans."""
+    """Return the range of steps near a plan that can be compared, from the first step to the end (exclusive).
+
+    The range does not overlap any other plan.
+    """
     begin = plan.asked_step - NEAR_STEPS
     end = plan.end_step + NEAR_STEPS
     for neighbour in plans:

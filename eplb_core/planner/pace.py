@@ -25,14 +25,15 @@ _MIN_INTERVAL = 24
 seeds), 12 steps lower the realised PAR by 2.5 % but require 2.6 times as many decisions. 32 steps raise it by 0.7 % and
 save a fifth of the decisions."""
 _FIRST_DECISION_AGE = 4
-"""Age, in steps, at which the first decision in a new segment is due. It is just enough for two halves of two steps."""
+"""Age, in steps, at which the first decision in a new segment is due. Four steps are just enough for two halves of two
+steps each."""
 _DEFAULT_SEGMENT_STEPS = 256
 """Expected segment length, in steps, until the first segment has ended."""
 _MAX_SEGMENTS = 4
 """Number of finished segments to remember. Their mean length predicts the length of the next one."""
 
 _CUSUM_ALLOWANCE = 1.0
-"""Number of standard deviations subtracted from each step's excess, half of the smallest shift worth detecting."""
+"""Number of standard deviations subtracted from each step's excess: half the smallest shift worth detecting."""
 _CUSUM_THRESHOLD = 11.0
 """Sum, in standard deviations, above which an alarm is raised. Tuned by hand for less than one false alarm in 10,000
 steps."""
@@ -42,13 +43,13 @@ expectation."""
 _MIN_RELATIVE_DEVIATION = 0.01
 """Lower bound on a step's standard deviation, as a fraction of the expected PAR."""
 _MAX_PROMISE_STEPS = 32
-"""Maximum weight of a promise, in steps, relative to the steps served since."""
+"""Maximum weight of a promise, as a number of steps, when it is averaged with the steps served since."""
 _CLIP_DEVIATIONS = 3.0
 """Number of standard deviations at which a step's excess is clipped before it updates the expectation."""
 _LEARNING_STEPS = 16
 """Number of steps for which a channel is learning if its promise is not held out or is based on no tokens."""
 _LEARNING_WEIGHT = 4
-"""Weight of a promise that is not held out, in steps, relative to the steps served since."""
+"""Weight of a promise that is not held out, as a number of steps."""
 _MIN_LEARNING_DEVIATION = 0.1
 """Lower bound on a step's standard deviation while a channel is learning, as a fraction of the expected PAR. It exceeds
 the PAR difference between the steps that a placement was fitted to and later steps, but is far below the effect of a
@@ -186,7 +187,7 @@ class Pace:
 
     @property
     def too_recent(self) -> bool:
-        """True if the change that started the current segment is too recent to decide on."""
+        """True if the change that started the current segment is too recent for a decision."""
         return self.alarm is not None and self.segment_age < _FIRST_DECISION_AGE
 
     @property
@@ -199,7 +200,7 @@ class Pace:
 
     @property
     def _may_have_just_changed(self) -> bool:
-        """True if there may have been a change that is too recent to decide on."""
+        """True if there may have been a change that is too recent for a decision."""
         if self.sum_C is None or self.since_C is None or self.expected is None or self.settling:
             return False
         return bool(((self.sum_C > _CUSUM_FREEZE) & (self.since_C < _FIRST_DECISION_AGE)).any())
@@ -237,7 +238,7 @@ class Pace:
         return self if confirmed else self.dismissed()
 
     def postponed(self) -> Pace:
-        """Postpone the decision that is due by a few steps."""
+        """Postpone the due decision by a few steps."""
         return self._schedule(self.seen + _FIRST_DECISION_AGE)
 
     def hastened(self) -> Pace:
@@ -245,7 +246,7 @@ class Pace:
         return self._schedule(self.seen)
 
     def begun_at(self, step: int) -> Pace:
-        """Start a new segment at a change of heat that ``weighed`` has found; ``step`` is the value of ``seen`` there.
+        """Start a new segment at a change of heat found by ``weighed``, when ``seen`` had the value ``step``.
 
         While a segment is settling, a change close to its start is the one that raised the alarm. In that case, the
         start of the segment is corrected instead.
@@ -360,7 +361,7 @@ class Pace:
         with a coarse test. The same applies while a segment is settling.
 
         For the variance and its inflation, the larger of the learned value and the window's value is used. The test
-        clips large excesses and does not learn while its sums are high, so the learned values exclude most of each
+        clips large excesses and does not learn while its sums are high, so the learned values leave out most of each
         burst.
         """
         if self.expected is None or dismissed or self.settling:

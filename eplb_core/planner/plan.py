@@ -55,7 +55,7 @@ class Plan:
     price
         Move price; ``None`` if no layer was solved.
     par_TL
-        float64 ``[T, L]``, PAR of each step in the window under the new layout; NaN without tokens.
+        float64 ``[T, L]``, PAR of each step in the window under the new layout; NaN if there are no tokens.
     recommendations
         Recommendation for each layer, or ``None``, which the next decision may follow without a hold-out; empty if
         there are none.
@@ -92,15 +92,15 @@ class Plan:
 
     @property
     def ms_seen(self) -> float | None:
-        """Milliseconds per step of each layer's slowest rank before the decision, summed over the layers.
+        """Time per step of each layer's slowest rank before the decision, summed over the layers, in milliseconds.
 
-        ``None`` without a cost curve.
+        ``None`` if there is no cost curve.
         """
         return _sum_ms([verdict.us_seen for verdict in self.verdicts])
 
     @property
     def ms_planned(self) -> float | None:
-        """Milliseconds per step after the decision, as in ``ms_seen``."""
+        """Time per step after the decision, in milliseconds, as in ``ms_seen``."""
         return _sum_ms([verdict.us_planned for verdict in self.verdicts])
 
     @property
@@ -152,7 +152,7 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     Parameters
     ----------
     par_TL
-        float64 ``[T, L]``, expected PAR of each step in the window under the new layout; NaN without tokens.
+        float64 ``[T, L]``, expected PAR of each step in the window under the new layout; NaN if there are no tokens.
     held_out
         True if ``par_TL`` is corrected for the optimism of placements that are scored on the window they are fitted to.
 
@@ -178,7 +178,7 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
 
 
 def channels_of(par_TL: Float64) -> Float64:
-    """Append the mean over the layers as the last column, float64 ``[T, L + 1]``; NaN without tokens."""
+    """Append the mean over the layers as the last column, float64 ``[T, L + 1]``; NaN if there are no tokens."""
     return np.column_stack([par_TL, mean_par(par_TL, axis=1)])
 
 
@@ -198,7 +198,7 @@ class Layout:
     log2phy_RLE: Int32
 
     def par_of_steps(self, window: Window, split: str) -> Float64:
-        """Return the PAR of each step in a window under this layout, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of each step in a window under this layout, float64 ``[T, L]``; NaN if there are no tokens."""
         served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
         return par_by_step(served)
 
@@ -229,11 +229,11 @@ class Outlook:
     change_at
         Value of ``Pace.seen`` at a change of heat that did not raise an alarm; ``None`` if there was no such change.
     too_recent
-        True if that change was too recent to decide on.
+        True if that change was too recent for a decision.
     recommendations
         As in ``Plan``.
     layout
-        Layout that the decision started from; ``None`` if nothing was decided.
+        Layout that the decision started from; ``None`` if no decision was made.
     planned
         Placement and split after the plan; ``None`` if the plan changes nothing.
     """

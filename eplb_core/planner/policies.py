@@ -139,7 +139,7 @@ def answer_of(
 ) -> tuple[Placement, Int32 | None]:
     """Call an external policy and check its result.
 
-    If the policy leaves slots empty, or places an expert twice on the same rank, those slots are refilled.
+    If the policy leaves slots empty, or places an expert twice on the same rank, the affected slots are refilled.
 
     Parameters
     ----------

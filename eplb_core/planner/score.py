@@ -24,7 +24,7 @@ from eplb_core.solver.whole_tokens import HostSplit, ServedSteps, serve_steps
 from eplb_core.solver.window import episode_loads, inflation_error, loads_of_ranks, standard_error
 
 _CHUNK_STEPS = 32
-"""Number of steps whose tokens per slot are held in memory at the same time."""
+"""Number of steps whose slot loads are in memory at the same time."""
 _CONFIDENCE = 0.95
 """Confidence level of the intervals shown to operators."""
 _DRAWN_STEPS = 1024
@@ -40,7 +40,7 @@ most 0.3 % (64 ranks)."""
 _MAX_EXACT_TOKENS = 512
 """Maximum number of tokens on all ranks for which the noise floor is computed exactly."""
 _FLOOR_ERROR = 1e-6
-"""Probability of a higher peak below which the computation of the exact noise floor stops."""
+"""The computation of the exact noise floor stops once the probability of a higher peak is below this value."""
 _PAID_ERRORS = 1.0
 """A change has paid off if its mean gain exceeds this number of standard errors."""
 
@@ -345,7 +345,10 @@ def drawn_us(
 
 
 def _mean_of_draws(figure_of: Callable[[int], Float64], steps: int) -> Float64:
-    """Return the mean of a figure over draws of ``steps`` steps, given the number of a draw's first step."""
+    """Return the mean of ``figure_of`` over several draws of ``steps`` steps.
+
+    ``figure_of`` is called with the number of each draw's first step.
+    """
     draws = int(np.clip(-(-_DRAWN_STEPS // max(steps, 1)), 1, _MAX_DRAWS))
     mean_TK: Float64 = np.mean([figure_of(draw * _DRAW_OFFSET) for draw in range(draws)], axis=0)
     return mean_TK

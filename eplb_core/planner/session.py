@@ -1,14 +1,14 @@
 """The decision loop of one deployment: when a decision is due, what it may use, and what later steps are compared with.
 
-The service, replays, and benchmarks all drive this loop, so that a replay shows what the service does. A session is an
-immutable state. It reads no clock and starts no computation: step times and CPU costs are passed in.
+The service, replays, and benchmarks all drive this loop, so that a replay shows what the service would do. A session is
+an immutable state. It reads no clock and starts no computation: step times and CPU costs are passed in.
 
 1. Pass the realised peak-to-average ratio (PAR) of each served step to ``after_steps``.
 2. If ``is_due``, call ``begin_decision``, compute the decision with ``planner.decision.decide``, and pass its result to
    ``after_decision``. Further steps may be served in the meantime.
-3. While the plan is in progress, pass the PAR that its final layout would have had. If ``check_is_due``, call
-   ``begin_check`` and pass the result of ``planner.decision.check`` to ``after_check``, which may declare the plan
-   stale.
+3. While the plan is in progress, pass ``after_steps`` the PAR that the steps would have had under the plan's final
+   layout. If ``check_is_due``, call ``begin_check`` and pass the result of ``planner.decision.check`` to
+   ``after_check``, which may declare the plan stale.
 4. When the plan ends, call ``after_plan``.
 """
 
@@ -28,7 +28,7 @@ from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.solver.model import Recommendation
 
 _PRICE_INTERVAL = 8.0
-"""Number of steps between two estimates of the time price, as a multiple of the steps over which the CPU budget pays
+"""Number of steps between two estimates of the time price, as a multiple of the number of steps whose CPU budget pays
 for one estimate."""
 
 
@@ -39,16 +39,16 @@ class DecisionSession:
     Parameters
     ----------
     pace
-        Schedule that adapts to the realised PAR; ``None`` if decisions are made at fixed intervals, or if no heat is
-        expected.
+        Schedule that adapts to the realised PAR; ``None`` if decisions are made at fixed intervals, or while no rank is
+        connected.
     has_begun
         True once the first decision has begun. From then on, no first plan is made from a prior.
     decided_at
-        Number of served steps when the last decision began.
+        Number of steps served when the last decision began.
     promise
-        Promise of the plan in progress; ``None`` without a plan.
+        Promise of the plan in progress; ``None`` if there is no plan.
     planned_split
-        Placement and split that the plan in progress leads to; ``None`` without a plan.
+        Placement and split that the plan in progress leads to; ``None`` if there is no plan.
     answered_alarm
         Latest alarm, as in ``Pace.alarm``, that the last decision took into account.
     replaced_layout
@@ -62,13 +62,13 @@ class DecisionSession:
     recommendations
         Recommendations that the next decision may apply, as in ``Plan``.
     worth
-        Gain from balancing over the newest steps; ``None`` while it is unknown or no heat is expected.
+        Gain from balancing, measured over the newest steps; ``None`` while it is unknown or no rank is connected.
     move_price
         Move price of the last decision; ``None`` while it is unknown.
     time_price
-        Latest estimate of the time that tokens cost; ``None`` while it is unknown.
+        Latest estimate of the time cost of tokens; ``None`` while it is unknown.
     fitted_curve
-        Latest cost curve fitted to the deployment's own step times; ``None`` before the first one.
+        Latest cost curve fitted to the deployment's own step times; ``None`` until one has been fitted.
     time_price_due_at
         Value of ``pace.seen`` at which the next estimate of the time price is due.
 
@@ -130,7 +130,7 @@ class DecisionSession:
         return new_steps >= interval if self.pace is None else new_steps > 0 and self.pace.due
 
     def check_is_due(self, switched: int) -> bool:
-        """Return True if an unanswered alarm suggests that the plan in progress is stale, so that a check is due.
+        """Return True if an alarm suggests that the plan in progress is stale, so that a check is due.
 
         A plan is not checked if the previous plan was called off and neither of them has switched a layer. Otherwise,
         frequent changes of heat might prevent every switch.
@@ -155,7 +155,7 @@ class DecisionSession:
         Parameters
         ----------
         par_TL
-            float64 ``[T, L]``, PAR of each step; NaN for a layer that has switched since.
+            float64 ``[T, L]``, PAR of each step; NaN for a layer that has switched since that step.
 
         Returns
         -------
@@ -170,7 +170,7 @@ class DecisionSession:
     def begin_decision(self, served: int) -> DecisionSession:
         """Return the state at the start of a decision, with ``served`` steps served so far.
 
-        The inputs of the decision contain the state before this call.
+        Build the ``DecisionInputs`` from the state before this call.
         """
         pace = self.pace and self.pace.deferred()
         alarm = None if pace is None else pace.alarm
@@ -184,7 +184,7 @@ class DecisionSession:
         outlook
             Promise, forecasts and other results of the decision.
         cost
-            Number of steps over which the CPU budget pays for the decision (see ``steps_paying``).
+            CPU time of the decision, as the number of steps whose CPU budget pays for it (see ``steps_paying``).
         changed
             True if a plan is about to be offered, False if the decision keeps every layer.
         """
@@ -207,7 +207,7 @@ class DecisionSession:
             pace = pace.keeping(outlook.promise, dismissed=outlook.burst)
             return replace(session, pace=pace, promise=None, replaced_layout=None)
         if outlook.planned is not None:
-            # While the plan is in progress, heat is tested against the placement that the plan will produce.
+            # While the plan is in progress, heat is tested against the plan's final placement.
             pace = pace.serving(outlook.promise)
         return replace(
             session,
@@ -250,7 +250,7 @@ class DecisionSession:
             # All layers of the plan have switched, so PAR is now measured instead of predicted.
             pace = self.pace.serving(self.promise)
             return replace(session, pace=pace, promise=None, planned_split=None, replaced_at=self.pace.seen)
-        # No decision has evaluated the resulting mix of old and new layers, so nothing is expected until the next
+        # No decision has evaluated the resulting mix of old and new layers, so there is no promise until the next
         # decision.
         return replace(
             session,
@@ -263,9 +263,10 @@ class DecisionSession:
         )
 
     def without_expectations(self) -> DecisionSession:
-        """Return the state without expectations, because no heat is expected.
+        """Return the state to keep while no rank is connected.
 
-        Heat that arrives later is not compared with the old expectations.
+        It has no schedule, promise, forecasts or recommendations. Heat that arrives later is not compared with the old
+        promise.
         """
         return replace(
             self,
@@ -279,17 +280,16 @@ class DecisionSession:
         )
 
     def with_time_price(self, price: TimePrice, cost: float = 0.0) -> DecisionSession:
-        """Return the state after an estimate of the time price.
+        """Return the state with a new estimate of the time price.
 
-        A fitted curve is kept even if later steps do not yield one, because it describes the device and not the
-        placement.
+        A fitted curve is kept even if later steps do not yield one, because it describes the device, not the placement.
 
         Parameters
         ----------
         price
-            Estimated time that tokens cost.
+            Estimated time cost of tokens.
         cost
-            Number of steps over which the CPU budget pays for the estimate (see ``steps_paying``).
+            CPU time of the estimate, as the number of steps whose CPU budget pays for it (see ``steps_paying``).
         """
         pace = self.pace and self.pace.charged(cost)
         due_at = 0.0 if pace is None else pace.seen + _PRICE_INTERVAL * cost
@@ -298,7 +298,7 @@ class DecisionSession:
 
 
 def steps_paying(cpu_seconds: float, cpu_share: float, step_us: float) -> float:
-    """Return the number of steps over which the CPU budget of decisions adds up to ``cpu_seconds``.
+    """Return the number of steps whose CPU budget for decisions adds up to ``cpu_seconds``.
 
     Parameters
     ----------
@@ -320,6 +320,6 @@ def steps_paying(cpu_seconds: float, cpu_share: float, step_us: float) -> float:
 
 
 def _corrected_pace(pace: Pace, outlook: Outlook) -> Pace:
-    """Return the pace after dismissing an alarm that was only a burst and recording a change that raised no alarm."""
+    """Return the pace with the outlook's findings applied: a burst that raised an alarm, a change that raised none."""
     pace = pace.dismissed() if outlook.burst else pace
     return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

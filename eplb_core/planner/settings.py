@@ -58,7 +58,7 @@ def _setting(
     default
         Default value.
     kind
-        Type to which the option's text is parsed.
+        Type that the option's text is parsed into.
     help
         Help text of the option.
     minimum
@@ -76,7 +76,7 @@ class PlannerSettings:
     """Settings of a decision.
 
     The metadata of each field contains the ``help`` text shown by the commands, the service and the documentation, and
-    the ``kind``, the type to which the option's text is parsed.
+    the ``kind``, the type that the option's text is parsed into.
 
     Raises
     ------
@@ -246,10 +246,9 @@ class PlannerSettings:
 
     @property
     def deciding_curve(self) -> CostCurve | None:
-        """Cost curve by which a change must save time; ``None`` if a change must lower the PAR.
+        """Cost curve according to which a change must save time; ``None`` if a change must lower the PAR.
 
-        It is ``None`` if there is no curve or if time is proportional to tokens. The policy ``deepseek`` accepts every
-        change.
+        It is ``None`` if there is no curve, if time is proportional to tokens, or if the policy is not ``flashlb``.
         """
         curve = self.cost_curve
         return None if curve is None or curve.linear or self.policy != "flashlb" else curve
@@ -284,7 +283,7 @@ def offline_options() -> tuple[Field[Any], ...]:
 
 
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
-    """Parse options, given by name; any setting without an option has its default value.
+    """Parse options keyed by name; settings that are not given have their default values.
 
     Raises
     ------

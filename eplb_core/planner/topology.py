@@ -66,12 +66,12 @@ class Topology:
         return int(self.nodes_R.size)
 
     def token_groups(self) -> tuple[Int32, Int32, Int32]:
-        """Return the token groups in ascending order of their numbers.
+        """Return the token groups in ascending order of their ids.
 
         Returns
         -------
         number_G : Int32
-            int32 ``[G]``, number of each group, as in ``token_groups_R``.
+            int32 ``[G]``, id of each group, as in ``token_groups_R``.
         first_G : Int32
             int32 ``[G]``, first rank of each group.
         group_R : Int32

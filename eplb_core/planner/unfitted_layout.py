@@ -39,8 +39,8 @@ _MAX_LAYERS = 8
 def unfitted_layers(request: SolveRequest, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers whose layout was not fitted to heat, bool ``[L]``.
 
-    These are the layers that balance the newest steps exactly as well as experts in linear order would. If the
-    deployment as a whole is hardly better than shuffled layouts, all layers are included.
+    These are the layers whose balance on the newest steps is exactly that of experts in linear order. If the deployment
+    as a whole is hardly better than shuffled layouts, all layers are included.
 
     With expert groups, only layers with experts in linear order are detected. Any other layout that keeps the groups on
     their nodes was at least designed for that purpose.
@@ -60,7 +60,7 @@ def unfitted_layers(request: SolveRequest, floor_L: Float64) -> npt.NDArray[np.b
 
 
 class _Comparison:
-    """PAR of the newest steps under the current layout and under layouts that are not fitted to heat."""
+    """PAR of the newest steps under the current layout and under layouts that were not fitted to heat."""
 
     def __init__(self, request: SolveRequest) -> None:
         placement = request.placement

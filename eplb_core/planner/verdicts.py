@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
 """Sources of a move price, best first."""
 TIME_PRICES = ("measured", "fitted", "stated", "assumed")
-"""Sources of the cost of tokens in time, best first."""
+"""Sources of the time price (time cost of tokens), best first."""
 
 HELPS = "helps"
 """Balancing saves time, as measured across switches."""
@@ -82,7 +82,7 @@ class Worth:
     step_ms
         Mean wall time of the timed steps, in milliseconds; ``None`` if unknown.
     gain_ms
-        Time per step that balancing saves, in milliseconds; ``None`` unless measured across switches.
+        Time per step that balancing saves, in milliseconds; ``None`` unless it was measured across switches.
     gain_low_ms
         Lower end of the 99 % interval of ``gain_ms``.
     gain_high_ms
@@ -162,14 +162,14 @@ class LayerVerdict:
     bytes
         Number of bytes of weights that the moves transfer; 0 if the host does not report the size of an expert.
     us_seen
-        The slowest rank's microseconds per step under the current layout; ``None`` without a cost curve. Not sent over
-        the wire.
+        Time per step of the slowest rank under the current layout, in microseconds; ``None`` if there is no cost curve.
+        Not sent over the wire.
     us_planned
-        The slowest rank's microseconds per step under the new layout; ``None`` without a cost curve. Not sent over the
-        wire.
+        Time per step of the slowest rank under the new layout, in microseconds; ``None`` if there is no cost curve. Not
+        sent over the wire.
     optimism
-        Expected increase in PAR from the window that the change was fitted to, to later steps, as measured by a
-        hold-out. 0 for a layer that is kept, ``None`` without a hold-out. Not sent over the wire.
+        Expected increase in PAR between the window that the change was fitted to and later steps, as measured by a
+        hold-out. 0 for a layer that is kept, ``None`` if there was no hold-out. Not sent over the wire.
     """
 
     layer: int

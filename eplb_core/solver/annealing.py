@@ -24,7 +24,7 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Int32, UInt64, homes, set_placement
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
-"""Temperatures at the first and the last try, in PAR.
+"""Temperatures of the first and last tries, in units of the PAR.
 
 They were measured on placements from scratch of 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat
 in ``make bench-solver``, seeds 1 to 3, mean PAR on the window). A first temperature of 3e-3 raises the PAR by 1.1 %,
@@ -86,7 +86,7 @@ def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, 
     tries
         Number of changes to try.
     seed
-        Seed of the random numbers.
+        Seed for the random numbers.
 
     Returns
     -------

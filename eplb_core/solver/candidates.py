@@ -42,7 +42,7 @@ from eplb_core.solver.topology import keep_slots, match_ranks
 from eplb_core.solver.window import choose_forecast, forecast_heat, halves_of
 
 MIN_EPISODES = 4
-"""Minimum number of episodes for a hold-out; with fewer, the older half is too short for fitting."""
+"""Minimum number of episodes for a hold-out. With fewer, the older half is too short to fit a candidate to."""
 _CHANGES = 16
 """Maximum number of changes that a local search makes to the deployed placement in a hold-out. In large layers, the
 maximum is one change per ``_CHANGES`` slots instead. On the whole window, it is twice as high.

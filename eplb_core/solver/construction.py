@@ -7,10 +7,10 @@ different ranks. If all ranks with a free slot already hold the expert, a replic
 rank. An ``Assignment`` keeps running sums, so that judging a change is cheap.
 
 In small layers, a tree search chooses replica counts and placement jointly. This is the first of FlashLB's three ideas.
-Experts are sorted by heat and cut into groups. A tree node fixes the replica counts of the experts in the first groups.
-Its children give the next group the greedy number of replicas, or a few more or fewer. A child is judged by look-ahead:
-its remaining replicas are assigned and placed greedily. Only the most promising nodes, the beam, are expanded to the
-next group.
+Experts are sorted by heat and divided into groups. A tree node fixes the replica counts of the experts in the first
+groups. Its children give the next group the greedy number of replicas, or a few more or fewer. A child is judged by
+look-ahead: its remaining replicas are assigned and placed greedily. Only the most promising nodes, the beam, are
+expanded to the next group.
 
 This differs from FlashLB in two ways. Leaves are judged by the risk of the hottest rank with full covariance, as in the
 local search that follows. Several leaves, not just the best one, are then searched further. FlashLB's other two ideas
@@ -119,7 +119,7 @@ class Assignment(NamedTuple):
     replicas_E: Int32
     """int32 ``[E]``, target replica count of each expert."""
     share_ER: Float32
-    """float32 ``[E, R]``, fraction of the expert's tokens that the rank's replica receives; 0 without a replica."""
+    """float32 ``[E, R]``, fraction of the expert's tokens that the rank's replica receives; 0 if it has none."""
     holds_ER: Bool
     """bool ``[E, R]``, True if the rank holds the expert."""
     filled_R: Int32
@@ -486,7 +486,7 @@ def _risk_once_placed(
 
 
 def _cut_into_groups(replicas_E: Int32, by_heat_E: Int32, groups: int) -> Iterator[tuple[Int32, Int32]]:
-    """Cut the experts into groups with about equal numbers of replicas, hottest first.
+    """Divide the experts into groups with about equal numbers of replicas, hottest first.
 
     Yields the experts in each group and the experts in all later groups.
     """

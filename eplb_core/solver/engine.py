@@ -83,7 +83,7 @@ class LayerBatch:
         float ``[L, G, E]``, fraction of each expert's tokens that comes from each source.
     unplaced_L
         bool ``[L]``, True for layers whose current placement was not based on heat. They are placed from scratch
-        whatever the moves cost.
+        regardless of the cost of the moves.
     recommendation_L
         Recommendation for each layer, to be followed without a hold-out; ``None`` for layers without one. Empty if no
         layer has a recommendation.
@@ -99,7 +99,7 @@ class LayerBatch:
 
 @dataclass(frozen=True)
 class SearchRules:
-    """How to search all layers, and which changes to accept.
+    """Search parameters for all layers, and the criteria for accepting changes.
 
     Parameters
     ----------
@@ -268,7 +268,7 @@ def _solve_by_node(
 
     If each group is already on one node, the groups usually stay on their nodes, and experts move only within nodes.
     The groups are repacked if the gain exceeds the cost of the moves between nodes. All other layers are placed from
-    scratch. The parameters are described at ``layer.solve_layer``.
+    scratch. The parameters are described in ``layer.solve_layer``.
     """
     window = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
     current = as_deployed(window, deployed, params.tables)

@@ -94,7 +94,7 @@ def mean_peak(peak_N: Float32, share_N: Float32) -> float:
 
 
 def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:
-    """Return the PAR of a placement: the weighted mean of the hottest rank's load, or 1.0 without tokens.
+    """Return the PAR of a placement: the weighted mean of the hottest rank's load, or 1.0 if there are no tokens.
 
     Parameters
     ----------

@@ -3,9 +3,9 @@
 Floating-point sums may be reassociated and fused so that they compile to SIMD code, but infinities and NaN are handled
 as usual. Results do not depend on the number of threads, so the same seed always gives the same result.
 
-Kernels release the GIL and are cached on disk, next to the sources if that folder is writable and otherwise in numba's
-folder in the user's cache directory (``$XDG_CACHE_HOME``). Set ``NUMBA_CACHE_DIR`` to use a different folder. If no
-folder is writable, every process recompiles the kernels.
+Kernels release the GIL and are cached on disk, next to the sources if that directory is writable and otherwise in
+numba's subdirectory of the user's cache directory (``$XDG_CACHE_HOME``). Set ``NUMBA_CACHE_DIR`` to use a different
+directory. If no directory is writable, every process recompiles the kernels.
 
 Three rules keep compile times low:
 
@@ -100,7 +100,7 @@ def _compile(function: Function, extra_options: dict[str, Any]) -> Function:
     try:
         dispatcher: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:
-        # Numba has no writable folder for its cache; see NUMBA_CACHE_DIR.
+        # Numba has no writable directory for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
     cache_file: Any = dispatcher._cache._cache_file
     # A cached kernel contains the code of the kernels that it calls, but numba's stamp covers only the kernel's own

@@ -95,13 +95,13 @@ class LayerResult:
         Fraction of the tokens that leave their source's node after the change.
     optimism
         Increase in the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
-        ``None`` without a hold-out.
+        ``None`` if there was no hold-out.
     trimmed
         True if the heat is bursty and the forecast used each expert's trimmed mean.
     recommendation
         Recommendation that the next decision may follow without a hold-out.
     held
-        The recommended candidate, fitted to the older half of the episodes; ``None`` without a hold-out.
+        The recommended candidate, fitted to the older half of the episodes; ``None`` if there was no hold-out.
     """
 
     found: Candidate
@@ -126,7 +126,7 @@ class _HoldoutResult(NamedTuple):
     optimism: float | None = None
     """As in ``LayerResult``."""
     candidate: Candidate | None = None
-    """The candidate that was fitted to the older half; ``None`` without a hold-out."""
+    """The candidate that was fitted to the older half; ``None`` if there was no hold-out."""
 
 
 def solve_layer(
@@ -154,8 +154,8 @@ def solve_layer(
     min_gain
         Minimum PAR improvement on the window, net of the cost of the moves.
     unplaced
-        True if the deployed placement was not based on heat. The layer is then placed from scratch whatever the moves
-        cost.
+        True if the deployed placement was not based on heat. The layer is then placed from scratch regardless of the
+        cost of the moves.
     recommendation
         Recommendation of the previous decision, to be followed without a hold-out; ``None`` to run one.
     """
@@ -195,10 +195,10 @@ def solve_layer(
 
 
 def _forecast_for(window: Episodes, half_life_H: Float64, params: SearchParams, unplaced: bool) -> Forecast:
-    """Choose the heat forecast. If the window is too short for a choice, use the first half-life."""
+    """Choose the heat forecast. If the window is too short to choose one, use the first of ``half_life_H``."""
     if window.share_N.shape[0] >= MIN_EPISODES:
         forecast = choose_forecast(window, half_life_H, params.options.trimmed_mean)
-        # A first placement uses the whole window, except on bursty heat.
+        # The first placement uses the whole window unless heat is bursty.
         if forecast.trimmed or not unplaced:
             return forecast
     return Forecast(float(half_life_H[0]), 0.0)

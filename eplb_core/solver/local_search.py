@@ -35,7 +35,7 @@ from eplb_core.solver.model import Bool, Float32, Float64, Heat, Int32, set_plac
 from eplb_core.solver.swaps import MIN_RELIEF, best_swap, lay_out, swap, swaps_of
 
 FRUITLESS = 5
-"""A search with a move price ends after more than this number of steps without a new cheapest placement.
+"""Maximum number of consecutive steps without a new cheapest placement in a search with a move price.
 
 On drift (``make bench-decide``, ten seeds), 3, 5 and 8 steps realise the same PAR. With 12 steps the search takes 1.7
 times as long.
@@ -59,7 +59,7 @@ def local_search(
     """Search downhill and return, for each price, the placement with the lowest smooth peak + price * moved slots.
 
     The search looks for an exchange if no swap helps. If moves have a price, it also does so every ``EXCHANGES`` steps.
-    A swap fills two slots and an exchange only one, so it then prefers the exchange if that gains more per slot.
+    A swap costs two moves and an exchange only one, so the search then prefers the exchange if it gains more per move.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Cheapest(NamedTuple):
 
 @part
 def nothing_visited(price_K: Float64, phy2log_RS: Int32) -> Cheapest:
-    """Return a record without placements, for placements of the size of ``phy2log_RS``."""
+    """Return an empty record for placements with the shape of ``phy2log_RS``."""
     prices = price_K.shape[0]
     ranks, slots = phy2log_RS.shape
     return Cheapest(price_K, np.full(prices, np.inf), np.empty((prices, ranks, slots), dtype=np.int32))

@@ -68,7 +68,7 @@ class SearchOptions:
     """
 
     episodes: int = 64
-    """Maximum number of episodes in a window; with 1, the solver plans on the sum of the window."""
+    """Maximum number of episodes in a window; with 1, the solver uses only the window's total heat."""
     z: float | None = None
     """Weight of the standard deviation in a rank's risk; ``None`` to derive it from the number of ranks."""
     half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
@@ -94,8 +94,8 @@ class SearchOptions:
     holdout: bool = True
     """Make only changes that were fitted to the older half of the window and pay off on the newer half."""
     sureness: float = 1.96
-    """Number of standard errors by which the gain on the newer half must exceed the cost of the moves. With 0 the mean
-    gain decides."""
+    """Number of standard errors by which the gain on the newer half must exceed the cost of the moves. With 0, only the
+    mean gain decides."""
     price_ladder: bool = True
     """Try prices per move above the true price on the older half, so that only moves with lasting gains are made."""
 
@@ -130,7 +130,7 @@ class SearchParams(NamedTuple):
     step_tries: int = 0
     """Number of tries of the placement search for stepwise splits; 0 for no such search."""
     seed: int = 0
-    """Seed of all random choices."""
+    """Seed for all random choices."""
     options: SearchOptions = SearchOptions()
     """Switches and constants of the method."""
 

@@ -26,9 +26,10 @@ from eplb_core.solver.model import Bool, Float32, Float64, Int32, Int64
 from eplb_core.solver.tables import slots_by_expert
 
 _TOLERANCE = 1e-7
-"""Excess over the level that counts as rounding, as a fraction of the mean rank load."""
+"""Maximum excess over the level that counts as a rounding error, as a fraction of the mean rank load."""
 _ROUNDING = 1e-6
-"""Maximum flow of a slot that counts as zero, as a fraction of the mean rank load. It matters for fractional tokens."""
+"""Maximum flow through a slot that counts as zero, as a fraction of the mean rank load. It matters for fractional
+tokens."""
 _NO_HOT_RANK = -2
 """Result of ``_reach`` if no rank is above the level."""
 _NO_COOL_RANK = -1

@@ -3,7 +3,7 @@
 Engines use a fixed rule: source ``g`` sends to replica ``g % replicas``. The sources contribute unevenly to an expert's
 tokens, so the fixed rule splits them unevenly. This module solves the tables together with the placement:
 
-1. Each source's share of each expert is assigned to the replica whose rank stays coolest, largest shares first
+1. Each source's share of each expert's tokens is assigned to the replica whose rank stays coolest, largest shares first
    (Graham's LPT).
 2. Single shares are moved off the hottest rank as long as this cools it (``cool``).
 3. Experts are swapped between ranks together with their sources (``swap_through_tables``). For example, 32 sources
@@ -215,8 +215,8 @@ def _assign_shares(
 ) -> Assignment:
     """Assign each source's share of an expert to the replica whose rank stays coolest, hottest experts first.
 
-    Only the few ranks that hold the current expert change, and their loads only grow. The time per share therefore does
-    not depend on the number of experts.
+    Only the few ranks that hold the current expert change, and their loads only grow. The time per share is therefore
+    independent of the number of experts.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Adaptation of a new placement to the current layout and the nodes, so that few replicas and tokens cross nodes.
+"""Adaptation of a new placement to the current layout and the nodes, so that few replicas and tokens change nodes.
 
 - ``match_ranks``: load balance does not depend on which rank holds which set of experts, so a placement solved from
   scratch can assign its sets to the ranks that already hold most of their experts.
@@ -39,8 +39,8 @@ from eplb_core.solver.model import (
 from eplb_core.solver.tables import TablesByExpert, slot_shares, slots_by_expert, tables_par
 
 _ROUNDING = 1e-6
-"""Maximum increase in the mean peak that counts as rounding. For example, exchanging two equal shares changes no
-load."""
+"""Maximum increase in the mean peak that counts as a rounding error. For example, exchanging two equal shares changes
+no load."""
 _SWEEPS = 2
 """Number of passes over all experts. A share that moves to its home node makes room for others, which the next pass can
 use. A third pass gains almost nothing."""

@@ -60,7 +60,7 @@ class ServedSteps(NamedTuple):
     tokens_TK: Float64
     """float64 ``[T, K]``, tokens of all ranks."""
     us_TK: Float64
-    """float64 ``[T, K]``, microseconds of the slowest rank; NaN for a step without tokens.
+    """float64 ``[T, K]``, time of the slowest rank in microseconds; NaN for a step without tokens.
 
     It has no rows if there is no cost curve.
     """
@@ -243,7 +243,7 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
     heat_TLE
         ``[T, L, E]``, tokens of each expert.
     seed
-        Seed of the draws.
+        Seed for the draws.
     """
     kept_TLE = np.zeros(heat_TLE.shape)
     # Draw tokens as ``serve_steps`` does, with two slots: one for kept tokens and one for dropped tokens.
@@ -285,7 +285,7 @@ class _ReplicatedExperts(NamedTuple):
 
 
 class _Dealing(NamedTuple):
-    """Dealing tables of a layer; without sources for a host that does not deal."""
+    """Dealing tables of a layer; they have no sources if the host does not deal."""
 
     table_RED: Int32
     """int32 ``[R, E, D]``, slots to which a source sends its tokens of an expert in turn."""

@@ -218,7 +218,7 @@ def episode_loads(
     share_KP
         float64 ``[K, R*S]``, fraction of its expert's tokens that each slot receives.
     episodes
-        Number of episodes, N, as for ``sum_episodes``; 0 for a result without episodes.
+        Number of episodes, N, as for ``sum_episodes``; 0 to return no episodes.
     """
     layers, ranks, _ = phy2log_KRS.shape
     steps, _, experts = heat_TLE.shape
@@ -494,7 +494,7 @@ def inflation(values_NK: Float64) -> Float64:
 def inflation_error(count: int) -> float:
     """Return the standard deviation of ``inflation`` for ``count`` independent values.
 
-    The variance of an estimate with Bartlett's window is 4/3 of the ratio of lags to values.
+    With Bartlett's window, the variance of an estimate is 4/3 times the ratio of lags to values.
 
     References
     ----------

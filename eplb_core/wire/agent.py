@@ -229,7 +229,7 @@ class Reporting:
 
 
 EVERYTHING = Reporting()
-"""Report every step in full. This is the default, unless the service requests less."""
+"""Full reporting of every step, which is the default unless the service requests less."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Welcome:
     report_steps
         Steps per heat report.
     heartbeat_seconds
-        Interval between heartbeats.
+        Interval between heartbeats, in seconds.
     reporting
         Selection of heat to report until the service sends a new ``Reporting``.
     """
@@ -312,9 +312,9 @@ class PlanStatus:
     bytes_received
         Bytes of weights that the rank received.
     transfer_seconds
-        Duration of the transfer.
+        Duration of the transfer, in seconds.
     commit_seconds
-        Duration of the commit.
+        Duration of the commit, in seconds.
     step
         Step boundary at which the plan or layer reached the state.
     """
@@ -348,11 +348,11 @@ class Heartbeat:
     error
         Reason why the rank currently does not take part in balancing; empty if it does.
     calls
-        Number of calls from the host to the agent since the start.
+        Number of calls from the host to the agent since startup.
     call_micros
         Total duration of these calls, in microseconds.
     vote_micros
-        Part of ``call_micros`` that was spent in votes.
+        Part of ``call_micros`` that was spent on votes.
     staging_bytes
         Size of the staging buffers, in bytes; ``None`` if not reported.
     ring_bytes

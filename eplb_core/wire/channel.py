@@ -11,7 +11,7 @@ import grpc
 from eplb_core.wire.codec import MAX_MESSAGE_BYTES
 
 DEFAULT_ADDRESS = "127.0.0.1:50551"
-"""Address at which a service listens for agents and operators by default."""
+"""Address on which a service listens for agents and operators by default."""
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -61,7 +61,7 @@ def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
 
 
 def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
-    """Return ``name``; raises ``WireError`` unless it is a valid name of a deployment."""
+    """Return ``name``; raises ``WireError`` unless it is a valid deployment name."""
     if not _DEPLOYMENT.fullmatch(name):
         raise WireError(
             f"{field} is {name[:MAX_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' or '-' and starts with "

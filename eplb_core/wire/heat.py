@@ -63,7 +63,7 @@ def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
 
 @dataclass(frozen=True)
 class HeatReport:
-    """One rank's counts for consecutive steps under one placement. Fields that the host does not count are ``None``.
+    """One rank's counts for consecutive steps under one placement. Fields that the host does not report are ``None``.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class PastPlan:
     base_epoch
         Epoch of the layout that the plan changes.
     solve_seconds
-        Duration of the decision.
+        Duration of the decision, in seconds.
     moves
         Moves, keyed by layer, int32 ``[M, 5]``.
     """

@@ -228,7 +228,7 @@ def read_start_placement(path: Path | None, trace: Trace, ranks: int) -> Int32 |
 def check_placement_output(
     out: Path | None, format: str | None, first_layer: int | None, draft_layers: int | None = None
 ) -> None:
-    """Check whether a placement can be written with these options.
+    """Check that a placement can be written with these options.
 
     Raises ``UserError``, ``OutputError`` or ``PlacementError`` if it cannot.
     """

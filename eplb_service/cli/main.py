@@ -25,7 +25,7 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _USAGE_EXIT_CODE = 2
-"""Exit code of mistakes that the user can correct: arguments, files, addresses."""
+"""Exit code for mistakes that the user can correct: arguments, files, addresses."""
 _INTERRUPT_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell."""
 _BROKEN_PIPE_EXIT_CODE = 141
@@ -102,7 +102,7 @@ eplb rebalance my-deployment
 eplb lead my-deployment
 eplb forget my-deployment
 """.splitlines()
-"""Examples for the help of the commands. Each command shows the lines that begin with its name."""
+"""Examples for the commands' help texts. Each command shows the lines that begin with its name."""
 
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -116,7 +116,7 @@ class _LazyGroup(TyperGroup):
             self.add_command(HelpCommand(name, help=summary))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        """Write each command with its summary, by section."""
+        """Write each command with its summary, grouped by section."""
         for heading in (_OFFLINE, _SERVICE, _OPERATE):
             records = [(name, text) for name, (_, section, text) in COMMANDS.items() if section == heading]
             write_section(formatter, heading, records)

@@ -265,7 +265,7 @@ def figure_text(figure: Figure) -> str:
 
 
 def connected_text(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> str:
-    """Return text with the numbers of connected ranks and their nodes, and the newest step."""
+    """Return a string with the numbers of connected ranks and their nodes, and the newest step."""
     connected = [agent for agent in agents if agent.connected]
     text = f"{len(connected)} of {ranks} ranks connected"
     if not connected:
@@ -330,7 +330,7 @@ def placement_table(epoch: int, placement: Placement) -> Table:
 
 
 def shape_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return text with the numbers of layers, experts, ranks and slots."""
+    """Return a string with the numbers of layers, experts, ranks and slots."""
     return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
 
 

@@ -23,9 +23,9 @@ from typer.models import OptionInfo
 Command = TypeVar("Command", bound=Callable[..., None])
 
 SEVERAL = "VALUE,..."
-"""Placeholder of an option that accepts several values, separated by commas."""
+"""Placeholder for an option that accepts several values, separated by commas."""
 RESULTS = "Results"
-"""Section of the options for printed and written results."""
+"""Section for options about printed and written results."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: None}
 _MAX_NAME = 22
@@ -63,7 +63,7 @@ def argument(default: Any = ..., help: str = "") -> Any:
 
 
 JSON = option(False, "Print JSON instead of text.", "--json", section=RESULTS)
-"""Option ``--json`` of the commands that can print either text or JSON."""
+"""Option ``--json`` for commands that can print either text or JSON."""
 
 
 def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:

@@ -51,7 +51,7 @@ def table_of(
     rows
         Objects to show, one per line.
     columns
-        Functions that return a row's cell, by heading. Columns with only ``None`` are omitted.
+        Functions that return a row's cell, keyed by heading. Columns with only ``None`` are omitted.
     texts
         Headings of columns whose cells wrap, in addition to the first column. All other columns contain numbers, which
         never wrap.
@@ -92,7 +92,7 @@ def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, l
     Parameters
     ----------
     columns
-        Values, float64 ``[L]``, and their format specification, by heading.
+        Values, float64 ``[L]``, and their format specification, keyed by heading.
     worst_L
         float64 ``[L]``, values by which layers are ranked; the highest value is the worst.
     limit

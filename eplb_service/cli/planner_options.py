@@ -121,7 +121,7 @@ def check_windows(windows: Sequence[int], intervals: Sequence[int]) -> None:
 
 
 def unused_heat(window: int, interval: int) -> str:
-    """Return a clause on which steps decisions use if the window is shorter than the interval."""
+    """Return a clause that says which steps are used if the window is shorter than the interval."""
     return f"decisions use only the last {window} of every {interval} steps"
 
 

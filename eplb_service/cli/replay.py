@@ -186,7 +186,7 @@ def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, 
 
 
 def policy_figures(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
-    """Return a policy's figures over all its decisions, by JSON key."""
+    """Return a policy's figures over all its decisions, keyed by JSON key."""
     return {
         "label": policy.label,
         "policy": policy.policy,
@@ -226,7 +226,7 @@ def _net_ms(row: Mapping[str, Any]) -> str | None:
 
 
 def _check_outputs(out: Path | None, report: Path | None, charts: Path | None) -> None:
-    """Check that all results can be written before the replay starts. Raises ``OutputError`` or ``UserError``."""
+    """Before the replay starts, check that all results can be written. Raises ``OutputError`` or ``UserError``."""
     for path, suffix in ((out, ".json"), (report, ".html")):
         if path is not None:
             check_output(path, (suffix,))
@@ -276,7 +276,7 @@ def _print(console: Console, result: Replay, assumptions: Sequence[Assumption]) 
 
 
 def _document(result: Replay, assumptions: Sequence[Assumption]) -> dict[str, Any]:
-    """Return all figures of a replay by JSON key."""
+    """Return all figures of a replay, keyed by JSON key."""
     policies = {
         policy.label: {
             **policy_figures(result, policy),

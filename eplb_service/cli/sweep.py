@@ -117,7 +117,7 @@ def sweep(
 class _Grid:
     """Options of a sweep, including the values of its varied settings.
 
-    ``settings`` has a pair for each combination of --set: the varied values by name, and the resulting settings.
+    ``settings`` has a pair for each combination of --set: the varied values, keyed by name, and the resulting settings.
     """
 
     group: RankOptions
@@ -204,7 +204,7 @@ def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tu
 
 
 def _rows(cell: SweepCell, result: Replay) -> list[Row]:
-    """Return a row of figures by JSON key for each policy in a cell."""
+    """Return one row per policy in a cell: its figures, keyed by JSON key."""
     return [
         {"trace": cell.file.path, "settings": cell.varied, **policy_figures(result, policy)}
         for policy in result.policies

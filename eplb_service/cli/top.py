@@ -1,6 +1,6 @@
 """``eplb top``: live terminal view of a service's deployments, and of one deployment by rank and layer.
 
-The view fits on the terminal, regardless of the deployment's size.
+The view fits in the terminal, regardless of the deployment's size.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _bounds(name: str, text: str) -> Bounds:
 
 
 def _facts(opened: Trace) -> dict[str, Any]:
-    """Return the shape of a trace and all recorded facts, by JSON key."""
+    """Return the shape of a trace and all recorded facts, keyed by JSON key."""
     steps, layers, experts = opened.shape
     tokens_T = opened.tokens(0, min(steps, _SAMPLED_STEPS))
     counted_by = ["expert" if opened.served_loads(0, 1) is None else "slot"]

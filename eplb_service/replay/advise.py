@@ -24,18 +24,18 @@ SAME_TIME = 0.01
 """Minimum relative time saving that justifies more slots or moves."""
 _PRICES = {f"price {price:g}": price for price in MOVE_PRICES}
 _FREE = ", free moves"
-"""Label suffix of jobs that do not charge for moves."""
+"""Label suffix for jobs in which moves are free."""
 _SAME_PAR = 0.01
 """Relative distance from the best PAR within which PARs count as equal. The cheapest of equal settings is chosen."""
 _SURE_ERRORS = 2.0
 """Two PARs count as equal if they differ by at most this many standard errors."""
 _MIN_INTERVALS = 4
-"""Minimum number of intervals for computing that standard error."""
+"""Minimum number of intervals for computing the standard error of a PAR."""
 _MEMORY_GAIN = 0.1
-"""Minimum fraction of the largest gain that extra slots must add to justify their memory, without a cost curve."""
+"""Fraction of the largest gain that extra slots must add to justify their memory if there is no cost curve."""
 _READING_TOKENS = 128.0
-"""Mean tokens per expert below which most devices are limited by weight reads. The knees of the shipped curves are at
-100 to 150 tokens."""
+"""Mean tokens per expert below which most devices are memory-bound, because they must read every weight. The knees of
+the shipped curves are at 100 to 150 tokens."""
 _MIN_GAIN = 0.03
 """Minimum PAR reduction for which balancing pays off."""
 
@@ -55,11 +55,12 @@ class Option:
     par
         Realised PAR.
     moved_per_100_steps
-        Slots that receive weights per 100 steps, as a fraction of all slots.
+        Number of slots that receive weights per 100 steps, as a fraction of all slots.
     net_ms
-        Milliseconds per step saved, net of switching; ``None`` if the expert time is unknown.
+        Time saved per step, net of switching, in milliseconds; ``None`` if the expert time is unknown.
     moe_ms
-        Milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost curve.
+        Time per step of each layer's slowest rank, summed over the layers, in milliseconds; ``None`` if there is no
+        cost curve.
     bytes_per_rank
         Memory of a rank's experts in all layers, in bytes; 0 if an expert's size is unknown.
     par_D
@@ -88,13 +89,14 @@ class Advice:
     share
         Fraction of the expert time that the advised setting saves, net of switching if times are known.
     ranks_worth
-        Saved expert time, expressed as a number of ranks.
+        Saved expert time, expressed as an equivalent number of ranks.
     ranks
         Total number of ranks.
     redundant_bytes_per_rank
         Memory of the advised redundant experts on each rank, in bytes; 0 if an expert's size is unknown.
     net_ms
-        Milliseconds saved per step, net of switching; ``None`` if neither a cost curve nor the step time is known.
+        Time saved per step, net of switching, in milliseconds; ``None`` if neither a cost curve nor the step time is
+        known.
     tokens_per_second
         Throughput without balancing; ``None`` unless the step time and top-k are known.
     tokens_per_second_won
@@ -114,15 +116,15 @@ class Advice:
     by_redundancy
         Settings with different numbers of slots under the advised schedule.
     by_schedule
-        Settings with different windows and intervals, and the number of slots that the first round chose.
+        Settings with different windows and intervals, all with the number of slots chosen in the first round.
     by_moves
-        Settings with different move prices, and the number of slots that the first round chose. Empty for an external
-        policy, which has no move price.
+        Settings with different move prices, all with the number of slots chosen in the first round. Empty for an
+        external policy, which has no move price.
     gain_L
         float64 ``[L]``, PAR reduction per layer with the advised setting, compared with no balancing and no redundancy.
     moe_ms_left_alone
-        Milliseconds per step of each layer's slowest rank without redundancy and balancing, summed over the layers;
-        ``None`` without a cost curve.
+        Time per step of each layer's slowest rank without redundancy and balancing, summed over the layers, in
+        milliseconds; ``None`` if there is no cost curve.
     """
 
     pays: bool
@@ -165,16 +167,16 @@ def advise(
     slots
         Slots per rank to try.
     window
-        Window and interval of the first round, in steps.
+        Window and interval used in the first round, in steps.
     steps
-        Number of steps of the trace.
+        Number of steps in the trace.
     settings
-        Planner settings of all rounds.
+        Planner settings used in all rounds.
     tokens_per_step
-        Tokens per step of the model; ``None`` if unknown.
+        Number of tokens that the model processes per step; ``None`` if unknown.
     tokens_per_expert
-        Mean tokens per expert and step; ``None`` if unknown. If it is low, the advice warns that time may not be
-        proportional to tokens.
+        Mean number of tokens per expert and step; ``None`` if unknown. If it is low, the advice warns that time may not
+        be proportional to tokens.
     policy
         Name of the policy to advise on.
 
@@ -229,7 +231,7 @@ class _Rounds:
     policy
         Name of the policy to advise on.
     settings
-        Planner settings of all rounds.
+        Planner settings used in all rounds.
     slots
         Slots per rank to try.
     start
@@ -259,9 +261,9 @@ class _Rounds:
         Parameters
         ----------
         near
-            Setup whose number of slots all schedules use.
+            Setup that determines the number of slots for all schedules.
         steps
-            Number of steps of the trace.
+            Number of steps in the trace.
         price
             Move price for the schedules.
         """
@@ -298,7 +300,7 @@ def _advice(
     tokens_per_step: float | None,
     tokens_per_expert: float | None,
 ) -> Advice:
-    """Return the advice to deploy ``chosen``, which must be a setting of ``replay``. See ``Advice`` for the options."""
+    """Return the advice to deploy ``chosen``, which must be one of the settings in ``replay``."""
     alone = _left_alone(replay)
     replayed = next(policy for policy in replay.policies if policy.label == chosen.label)
     score = replay.score(replayed)
@@ -336,7 +338,7 @@ def _advice(
 
 
 def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[float, float | None]:
-    """Return the fraction of expert time saved, and the milliseconds saved per step if times are known."""
+    """Return the saved fraction of the expert time and, if times are known, the milliseconds saved per step."""
     share = 1.0 - score.par / alone.par
     if chosen.net_ms is None:
         return share, None
@@ -349,7 +351,7 @@ def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[
 
 
 def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
-    """Describe a slot's cost under a cost curve, or warn that time may not scale with tokens if there are few."""
+    """Describe the cost of a slot or, without a cost curve, warn that few tokens may take as long as many."""
     curve = replay.costs.curve
     if curve is None:
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
@@ -398,7 +400,7 @@ def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
     options
         Options to choose from.
     left_alone
-        PAR without redundancy and balancing, from which gains are measured.
+        PAR without redundancy and balancing, which is the baseline of all gains.
 
     Examples
     --------
@@ -416,10 +418,10 @@ def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
 
 
 def _near_best(options: Sequence[Option], tolerance: float = 0.0) -> list[Option]:
-    """Return the options whose time is near the best or, if times are unknown, whose PAR is.
+    """Return the options with a near-best time or, if times are unknown, a near-best PAR.
 
-    A time is near the best if it is within one percent of it. A PAR is near the best if it is within one percent of it,
-    within ``tolerance``, or within the standard error of the difference, whichever is largest.
+    A time may exceed the best time by one percent. A PAR may exceed the best PAR by one percent, by ``tolerance``, or
+    by the standard error of their difference, whichever is largest.
     """
     times = [option.moe_ms for option in options if option.moe_ms is not None]
     if len(times) == len(options):
@@ -435,7 +437,7 @@ def _near_best(options: Sequence[Option], tolerance: float = 0.0) -> list[Option
 
 
 def _error_of_difference(option: Option, best: Option) -> float:
-    """Return the standard error of the difference of two PARs; 0 if their intervals cannot be compared."""
+    """Return the standard error of the difference between two PARs; 0 if their intervals cannot be compared."""
     if option.par_D.size != best.par_D.size or option.par_D.size < _MIN_INTERVALS:
         return 0.0
     difference_D = option.par_D - best.par_D
@@ -460,7 +462,7 @@ def _left_alone(replay: Replay) -> Score:
 
 
 def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
-    """Drop settings with free moves that save less time than those with priced moves, if times are known.
+    """If times are known, drop settings with free moves that save less time than settings with priced moves.
 
     Free moves are tried because the price of the first moves may keep a layer from changing. Free moves may then gain
     as much as one more slot per rank, at no cost in memory. Settings with priced moves stay ahead of them in the list.

@@ -1,4 +1,4 @@
-"""Costs in a replay: decisions are priced and charged with the same figures, each listed with its origin."""
+"""Costs in a replay: the same figures, each with its origin, are used to price decisions and to charge for them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from eplb_service.replay.policy import ReplayError
 _MOE_SHARE = 0.5
 """Fraction of a step assumed to be spent in the experts if ``layer_ms`` is not set, as in the service."""
 _MIN_MOE_SHARE = 0.2
-"""Lower end of that fraction in estimates. The range was chosen by hand to cover the fractions that engines report,
-from small decode batches to prefill."""
+"""Lower bound on the fraction of a step spent in the experts, for estimates. Both bounds were chosen by hand to cover
+the fractions that engines report, from small decode batches to prefill."""
 _MAX_MOE_SHARE = 0.8
-"""Upper end of that fraction in estimates."""
+"""Upper bound on the fraction of a step spent in the experts, for estimates."""
 _DEFAULTS = PlannerSettings()
 VOTE_INTERVAL = 4
 """Number of forward passes between votes while a plan is in progress; the agent's default."""
@@ -47,7 +47,7 @@ STAGING_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Assumption:
-    """A figure that results depend on.
+    """A figure that the results depend on.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs that a replay uses to price its decisions and charges for them.
+    """Costs that a replay uses to price its decisions and to charge for them.
 
     None of them is measured on the machine that runs the replay.
 
@@ -88,10 +88,10 @@ class Costs:
     bytes_per_expert
         Size of one expert's weights in one layer, in bytes; 0 if unknown. The planner then assumes a size.
     commit_ms
-        Milliseconds for which all ranks stall per switched layer; ``None`` to use the planner's assumption.
+        Time for which all ranks stall per switched layer, in milliseconds; ``None`` to use the planner's assumption.
     layer_ms
-        Milliseconds per step spent in one layer's experts, of which balancing saves a part. With a cost curve, it is
-        only used until the first steps have been served.
+        Time per step spent in one layer's experts, in milliseconds. Balancing can save only a part of it. With a cost
+        curve, it is only used until the first steps have been served.
     move_price
         Move price; ``auto`` to compute it from these costs.
     curve
@@ -134,7 +134,7 @@ class Costs:
 
     @classmethod
     def of(cls, settings: PlannerSettings, layers: int, **figures: Any) -> Costs:
-        """Return the costs for a trace, from planner settings and further figures.
+        """Return the costs for a trace, from planner settings and additional figures.
 
         If the settings have the default layer time and a step time is given, the layers are assumed to take half of a
         step.
@@ -204,7 +204,7 @@ class Costs:
         return math.ceil(self.solve_ms / self.step_ms) if self.step_ms else 0
 
     def stall_ms(self, slots: int, received: int, layers: int) -> float:
-        """Return the milliseconds by which moves and switches delay steps, as the planner prices them.
+        """Return the milliseconds by which moves and switches delay steps, according to the planner's move price.
 
         Parameters
         ----------
@@ -235,7 +235,7 @@ class Costs:
 
         - Transferring a part takes as long as the busiest rank needs to transfer its experts over its share of the
           link, rounded up to at least one whole step.
-        - The ranks vote on the part at the next multiple of ``VOTE_INTERVAL``.
+        - The ranks vote on the part in the next pass whose number is a multiple of ``VOTE_INTERVAL``.
         - ``VOTE_LAG`` passes later they read the outcome, commit the part and start the next one.
 
         Handshakes between ranks are not modelled.
@@ -306,7 +306,10 @@ class Costs:
         return None if self.layer_assumed else layers * self.layer_ms * (1 - par / par_left_alone)
 
     def estimated_ms(self, par: float, par_left_alone: float) -> tuple[float, float] | None:
-        """Return the range of milliseconds per step that a lower PAR may save, if only the step time is given."""
+        """Return the range of milliseconds per step that a lower PAR may save.
+
+        The result is ``None`` unless the step time is given but the expert time is not.
+        """
         if not self.step_ms or not self.layer_assumed or self.curve is not None:
             return None
         saved_share = 1 - par / par_left_alone
@@ -330,7 +333,7 @@ class Costs:
         )
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Return the figures that results depend on; ``given`` contains the names of the options that the user set."""
+        """Return the figures that the results depend on; ``given`` contains the names of the user's options."""
         values = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",

@@ -28,24 +28,24 @@ from eplb_service.replay.result import PolicyReplay, Replay, ReplayedDecision
 OnProgress = Callable[[str, ReplayedDecision], object]
 """Callback with the label of a job and its newest decision."""
 Numbered = Generator[tuple[int, Any], None, None]
-"""Index and result of each task, in the order of completion."""
+"""Index and result of each task, in completion order."""
 
 _SMALL_REPLAY = 100_000
-"""Maximum work in a small replay, in experts placed over all layers and decisions. One process finishes it in a second
-or two, before additional processes would have started."""
+"""Maximum amount of work in a small replay, in experts placed over all layers and decisions. One process finishes it in
+a second or two, before additional processes could start."""
 _CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """Path of a trace and facts for reading it, for processes that each open it themselves.
+    """Path of a trace and facts needed to read it. Each process opens the trace itself.
 
     Parameters
     ----------
     path
         Path of the trace.
     read_as
-        Facts that the file's content leaves open.
+        Facts that the file does not state.
     """
 
     path: Path
@@ -131,7 +131,7 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return the scene that all jobs share. Its initial placement assigns the experts in order.
+    """Return the scene that all jobs share. Its initial placement has the experts in order.
 
     Parameters
     ----------
@@ -145,13 +145,13 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
     Returns
     -------
     Scene
-        For ``replay``.
+        Scene for ``replay``.
     """
     return Scene(topology or Topology.flat(ranks), costs or Costs())
 
 
 def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
-    """Raise the error of any job that cannot start, before any job is run."""
+    """Check that every job can start, before any job is run, and raise the error of the first one that cannot."""
     for job in jobs:
         job.setup.decisions(trace.steps)
         scene.placement(trace, job.setup.slots)
@@ -166,7 +166,7 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     Parameters
     ----------
     trace
-        Trace that is decided on and served.
+        Trace whose steps are served, and whose heat decisions are based on.
     jobs
         Policies and baselines, from ``jobs_for``.
     scene
@@ -214,8 +214,8 @@ def replay_file(
 ) -> Replay:
     """Run jobs in several processes or on a Ray cluster, with the same results as ``replay``.
 
-    Ctrl-C stops the work. Policies that are already complete are then returned as an interrupted ``Replay``. If none is
-    complete, ``KeyboardInterrupt`` is raised.
+    Ctrl-C stops the work. Policies that have already finished are then returned as an interrupted ``Replay``. If none
+    has finished, ``KeyboardInterrupt`` is raised.
 
     Parameters
     ----------
@@ -230,8 +230,8 @@ def replay_file(
     ray
         Address of a Ray cluster to use instead of processes; ``local`` to start one on this machine.
     on_progress
-        Callback for each decision, with the job's label. With several processes, it is only called once a job is
-        complete.
+        Callback for each decision, with the job's label. With several processes, it is only called once a job has
+        finished.
     """
     trace = file.open()
     workers = min(workers or _default_workers(jobs, trace), len(jobs))
@@ -257,7 +257,7 @@ def _collect(
     completed_jobs: Numbered,
     on_progress: OnProgress | None,
 ) -> Replay:
-    """Collect the results in job order. If the work is interrupted, return the results of the complete policies."""
+    """Collect the results in job order. If the work is interrupted, return the results of the finished policies."""
     result_of_job: dict[int, PolicyReplay] = {}
     interrupted = False
     with closing(completed_jobs):
@@ -292,7 +292,7 @@ def _collect(
 
 
 def _default_workers(jobs: Sequence[Job], trace: Trace) -> int:
-    """Return the number of cores, or 1 for a replay that finishes before additional processes would have started."""
+    """Return the number of cores, or 1 for a replay that finishes before additional processes could start."""
     decisions = sum(len(job.setup.decisions(trace.steps)) for job in jobs)
     return cores() if decisions * trace.layers * trace.experts > _SMALL_REPLAY else 1
 
@@ -306,7 +306,7 @@ def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
 
 
 def _label(setup: Setup, setups: Sequence[Setup]) -> str:
-    """Return the label suffix for a setup, which states those of its values that differ between setups."""
+    """Return the label suffix for a setup, which lists those of its values that differ between setups."""
     texts = {"slots": ", {} slots", "window": ", window {}", "interval": ", interval {}"}
     varied = [name for name in texts if len({getattr(each, name) for each in setups}) > 1]
     return "".join(texts[name].format(getattr(setup, name)) for name in varied)
@@ -338,7 +338,7 @@ def completed(
     Yields
     ------
     tuple of int and Any
-        Index of a task and its result, in the order of completion.
+        Index of a task and its result, in completion order.
 
     Raises
     ------

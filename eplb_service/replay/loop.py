@@ -70,9 +70,8 @@ class Scene:
     costs
         Costs of steps and switches.
     phy2log_LRS
-        int32 ``[L, R, S]``, placement at the start, which may come from a different balancer (see
-        ``placement.foreign``) and may have a different number of slots. ``None`` to place experts in order in each
-        setup's slots.
+        int32 ``[L, R, S]``, initial placement. It may come from a different balancer (see ``placement.foreign``) and
+        have a different number of slots than a setup. ``None`` to place experts in order in each setup's slots.
     """
 
     topology: Topology
@@ -80,13 +79,13 @@ class Scene:
     phy2log_LRS: npt.NDArray[np.int32] | None = None
 
     def placement(self, trace: Trace, slots: int) -> Placement:
-        """Return the placement at the start after repair. Raises ``PlacementError`` if it does not fit the trace."""
+        """Return the initial placement after repair. Raises ``PlacementError`` if it does not fit the trace."""
         if self.phy2log_LRS is not None:
             return repaired(checked_foreign(self.phy2log_LRS, trace.experts), trace.experts, slots)
         return Placement.linear(trace.layers, trace.experts, self.topology.ranks, slots)
 
     def left_alone(self, trace: Trace, slots: int) -> Placement:
-        """Return the placement at the start without repair, or the repaired one if its number of slots differs."""
+        """Return the initial placement unrepaired, or repaired if it does not have ``slots`` slots per rank."""
         if self.phy2log_LRS is None or self.phy2log_LRS.shape[2] != slots:
             return self.placement(trace, slots)
         return as_served(self.phy2log_LRS, trace.experts)
@@ -108,7 +107,7 @@ class _Computed(NamedTuple):
     outlook
         Outlook of the decision.
     cost
-        Number of steps over which the CPU budget pays for the decision.
+        CPU time of the decision, as the number of steps whose CPU budget pays for it.
     """
 
     step: int
@@ -120,7 +119,7 @@ class _Computed(NamedTuple):
 
 
 def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
-    """Run a job along the trace and yield the results of each interval of its schedule.
+    """Run a job over the trace and yield the results of each interval of its schedule.
 
     Each step of the trace is read once, in order. Only the steps that a decision may use are kept in memory.
     """
@@ -136,7 +135,7 @@ def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
 
 
 class _Run:
-    """State of one policy along the trace: the current layout, the plan in progress, and the next decision.
+    """State of one policy's run over the trace: the current layout, the plan in progress, and the next decision.
 
     flashlb and its ablations decide when ``planner.pace`` schedules a decision. Other policies decide at every
     interval, and the baseline, which has no policy, never does.
@@ -158,7 +157,7 @@ class _Run:
         self._serving = self._with_first_tables(initial)
         self._initial = self._serving
         self._pending: list[tuple[int, Layout]] = []
-        """Steps at which further layers switch, each with the layout from then on; empty if no plan is in progress."""
+        """Steps at which further layers switch, each with the resulting layout; empty if no plan is in progress."""
         self._switched = 0
         """Number of times that layers of the latest plan have switched."""
         self._plan_ended_at: int | None = None
@@ -178,9 +177,9 @@ class _Run:
         heat_TLE
             ``[T, L, E]``, past and served steps.
         begin
-            Number of the first of these steps in the trace.
+            Index of the first of these steps in the trace.
         step
-            Number of the first step to serve.
+            Index of the first step to serve in the trace.
         """
         end = begin + len(heat_TLE)
         position = step
@@ -212,7 +211,7 @@ class _Run:
         return row if self._job.policy else self._compared(row, heat_TLE[step - begin :])
 
     def _is_due(self, step: int, *, starts_interval: bool) -> bool:
-        """Return True if a decision is due before ``step``, or a check of the plan in progress.
+        """Return True if a decision, or a check of the plan in progress, is due before ``step``.
 
         Policies without a schedule decide at the start of each interval of the setup.
         """
@@ -226,7 +225,7 @@ class _Run:
 
     @property
     def _plan_in_progress(self) -> bool:
-        """True if layers are going to switch: their weights are in transit, or their plan is on its way."""
+        """True if layers are going to switch: their weights are in transit, or their plan has not taken effect yet."""
         return bool(self._pending or (self._computed is not None and self._computed.plan.layers))
 
     def _advance_session(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
@@ -234,7 +233,7 @@ class _Run:
         if not self._job.on_change:
             return len(chunk_TLE)
         if self._pending:
-            # While weights are in transit, test for a change of heat under the layout that the plan leads to.
+            # While weights are in transit, test for a change of heat under the plan's final layout.
             planned = self._pending[-1][1]
             loads_TLR = served_loads(self._trace, chunk_TLE, first, planned, self._split)
         self._session, served = self._session.after_steps(step_par(loads_TLR))
@@ -260,7 +259,7 @@ class _Run:
         self._held_LRS = np.where(layers_L[:, None, None], layout.placement.phy2log_LRS, self._held_LRS)
 
     def _held_at_start(self, scene: Scene) -> npt.NDArray[np.int32]:
-        """Return the experts on the ranks at the start, int32 ``[L, R, S]``; -1 for an empty slot."""
+        """Return the experts that are initially on the ranks, int32 ``[L, R, S]``; -1 for an empty slot."""
         held_LRS = self._deployable.phy2log_LRS
         if scene.phy2log_LRS is None:
             return held_LRS
@@ -272,8 +271,8 @@ class _Run:
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
         """Decide on the newest remembered steps, the last of which is just before ``step``.
 
-        Return ``None`` if their heat has changed too recently to decide on, or has not changed while weights are in
-        transit.
+        Return ``None`` if heat has changed too recently for a decision, or if weights are in transit and heat has not
+        changed.
         """
         window = self._window(heat_TLE, step)
         if self._external is not None:
@@ -319,9 +318,9 @@ class _Run:
         return row
 
     def _calls_off(self, window: Window, step: int) -> bool:
-        """Check the plan in progress. If it is stale, drop the layers that have not switched, and return True.
+        """If the plan in progress is stale, drop its layers that have not switched.
 
-        Return False too if no decision can be made yet, because the CPU budget does not allow it.
+        Return True if the plan was stale and a decision can be made now, which the CPU budget may not allow.
         """
         self._session = self._session.begin_check()
         outlook = check(self._inputs(window))
@@ -334,7 +333,7 @@ class _Run:
         return self._session.is_due(step, self._job.setup.interval)
 
     def _start_plan(self, computed: _Computed) -> None:
-        """Record a decision in the session, and start to transfer the layers of its plan."""
+        """Record a decision in the session, and start transferring the layers of its plan."""
         made = computed.plan
         changed = self._serving.changed_by(made)
         self._session = self._session.after_decision(
@@ -350,7 +349,7 @@ class _Run:
             self._session = self._session.after_plan(done=True)
 
     def _steps_paying(self, cpu_began: float) -> float:
-        """Return the number of steps over which the CPU budget pays for the CPU time since ``cpu_began``."""
+        """Return the CPU time since ``cpu_began``, as the number of steps whose CPU budget pays for it."""
         return 1e3 * (time.process_time() - cpu_began) / self._job.cpu_ms
 
     def _inputs(self, window: Window) -> DecisionInputs:
@@ -369,7 +368,7 @@ class _Run:
     def _decision_row(
         self, changed: Layout, seconds: float, par_seen: float, par_planned: float
     ) -> ReplayedDecision:
-        """Return the row of one decision, which changes the current layout to ``changed``."""
+        """Return the row for one decision that changes the current layout to ``changed``."""
         before = self._serving
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
         differ_L = switched(before, changed) | tables_differ(before.log2phy_RLE, changed.log2phy_RLE)
@@ -384,7 +383,7 @@ class _Run:
         )
 
     def _transfer(self, changed: Layout, step: int, layers_by_gain: Sequence[int]) -> bool:
-        """Start the plan of a decision made before ``step``, which changes the current layout to ``changed``.
+        """Start a plan, decided just before ``step``, that changes the current layout to ``changed``.
 
         Return False if no layer has to switch. ``layers_by_gain`` are the layers in the order in which they switch.
         """
@@ -403,11 +402,11 @@ class _Run:
     def _arriving(
         self, step: int, changed: Layout, moves_LR: npt.NDArray[np.int64], order: Sequence[int]
     ) -> list[tuple[int, Layout]]:
-        """Return the steps at which a plan's layers take effect, each with the layout from then on.
+        """Return the steps at which a plan's layers take effect, each with the resulting layout.
 
         The planner's policies switch layers in order of gain, and external policies in layer order. All of them switch
-        as fast as this project's agents do. A layer that represents several model layers takes effect when the middle
-        one of them does. The plan ends at the last returned step.
+        at the speed of this project's agents. A layer that represents several model layers takes effect when the middle
+        one of these does. The plan ends at the last returned step.
 
         Parameters
         ----------
@@ -474,14 +473,14 @@ class _Run:
         return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
 
     def _par_of_steps(self, layout: Layout, window: Window, end: int) -> Float64:
-        """Return the PAR of each step of a window that ends before ``end``, float64 ``[T, L]``; NaN without tokens."""
+        """Return the PAR of each step of a window that ends before ``end``, ``[T, L]``; NaN if there are no tokens."""
         if not self._has_step_sources:
             return layout.par_of_steps(window, self._split)
         loads_TLR = served_loads(self._trace, window.heat_TLE, end - window.steps, layout, self._split)
         return step_par(loads_TLR)
 
     def _slowest_us(self, heat_TLE: Counts, first: int) -> list[Float64]:
-        """Return a list with the microseconds of the slowest ranks, ``[t, L]``; empty without a cost curve."""
+        """Return a list with the slowest ranks' times in microseconds, ``[t, L]``; empty if there is no cost curve."""
         curve = self._costs.curve
         if curve is None:
             return []
@@ -511,9 +510,9 @@ def _mean_of_layers(par_TL: Float64) -> float:
 def _row(
     step: int, decisions: Sequence[ReplayedDecision], loads_TLR: Float64, us: Sequence[Float64]
 ) -> ReplayedDecision:
-    """Combine the decisions in an interval and the outcome of its steps in one row.
+    """Combine the decisions in an interval and the outcome of its steps into one row.
 
-    Without a decision, the seen and the planned PAR equal the realised PAR.
+    If there was no decision, the seen and the planned PAR equal the realised PAR.
 
     Parameters
     ----------
@@ -524,7 +523,8 @@ def _row(
     loads_TLR
         float64 ``[T, L, R]``, tokens of each rank in the served steps.
     us
-        Microseconds ``[t, L]`` of the steps, in chunks; empty without a cost curve.
+        Times of the slowest ranks in microseconds, one array ``[t, L]`` per chunk of steps; empty if there is no cost
+        curve.
     """
     par_L = par(loads_TLR)
     realised = float(mean_par(par_L))

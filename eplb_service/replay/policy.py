@@ -1,4 +1,4 @@
-"""Policies in a replay, and the schedule of their decisions."""
+"""Policies in a replay, and their decision schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Setup:
-    """Slots per rank and schedule of decisions, shared by all policies of a comparison.
+    """Slots per rank and decision schedule, shared by all policies in a comparison.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Job:
-    """One policy, or the baseline of a setup, to be run along a trace.
+    """One policy, or the baseline of a setup, to be run over a trace.
 
     Parameters
     ----------
@@ -91,9 +91,9 @@ class Job:
     policy
         Name of the policy as the user gave it; empty for the baseline.
     settings
-        Planner settings, with the changes that an ablation makes.
+        Planner settings, including any changes made by an ablation.
     search
-        Components of the method that an ablation switches off.
+        Search options, in which an ablation disables components of the method.
     hindsight
         True if a baseline also scores placements that are fitted to the very steps that they serve.
     cpu_ms

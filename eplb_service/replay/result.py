@@ -35,11 +35,11 @@ class ReplayedDecision:
     moves_busiest
         Number of slots that received weights on the rank with the most such slots.
     par_seen
-        PAR of the window before the decision, averaged over the layers.
+        PAR of the window under the layout before the decision, averaged over the layers.
     par_planned
         PAR that the decision promised, averaged over the layers.
     seconds
-        Time that the decision took on this machine.
+        Duration of the decision on this machine, in seconds.
     forecasts
         Number of gain forecasts (relative to the initial layout) that were compared with the gain observed later.
     forecasts_held
@@ -49,8 +49,8 @@ class ReplayedDecision:
     par_realised_L
         float64 ``[L]``, mean PAR of the served steps.
     us_realised_L
-        float64 ``[L]``, microseconds of each layer's slowest rank, averaged over the served steps with tokens; ``None``
-        without a cost curve.
+        float64 ``[L]``, time of each layer's slowest rank in microseconds, averaged over the served steps with tokens;
+        ``None`` if there is no cost curve.
     busy_L
         float64 ``[L]``, number of served steps in which each layer had tokens.
     loads_LR
@@ -90,7 +90,7 @@ class ReplayedDecision:
 
 @dataclass(frozen=True)
 class PolicyReplay:
-    """Results of one policy, or of a baseline, along the trace.
+    """Results of one policy, or of a baseline, over the trace.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class PolicyReplay:
 
     @property
     def moe_ms(self) -> float | None:
-        """Mean milliseconds per step of the layers' slowest ranks, summed; ``None`` without a cost curve."""
+        """Mean milliseconds per step of the slowest ranks, summed over layers; ``None`` if there is no cost curve."""
         if self.decisions[0].us_realised_L is None:
             return None
         return float(np.nansum(self.mean_L(self.rows("us_realised_L")))) / 1e3
@@ -200,12 +200,12 @@ class Score:
     bytes_moved
         Bytes of weights that all ranks received.
     saved_ms
-        Milliseconds per step that balancing saves; ``None`` if the expert time is unknown.
+        Time per step that balancing saves, in milliseconds; ``None`` if the expert time is unknown.
     stall_ms
-        Milliseconds per step that moves and switches cost.
+        Time per step that moves and switches cost, in milliseconds.
     moe_ms
-        Realised milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost
-        curve.
+        Realised time per step of each layer's slowest rank, summed over the layers, in milliseconds; ``None`` if there
+        is no cost curve.
     moe_ms_left_alone
         ``moe_ms`` under the initial layout.
     """
@@ -223,7 +223,7 @@ class Score:
 
     @property
     def net_ms(self) -> float | None:
-        """Milliseconds per step that balancing saves, minus the cost of moves and switches; ``None`` if unknown."""
+        """``saved_ms`` minus ``stall_ms``; ``None`` if unknown."""
         return None if self.saved_ms is None else self.saved_ms - self.stall_ms
 
 
@@ -238,19 +238,19 @@ class Replay:
     steps
         Number of steps that are scored.
     ranks
-        R.
+        R, number of ranks.
     layers
-        L.
+        L, number of layers.
     experts
-        E.
+        E, number of experts per layer.
     policies
         Results of the policies, in the order of the jobs.
     baselines
         Results of the initial layout without decisions, one for each setup.
     costs
-        Costs that priced the decisions and were charged for them.
+        Costs used to price the decisions and to charge for them.
     interrupted
-        True if the replay was stopped early. It then contains only the policies that were complete.
+        True if the replay was stopped early. It then contains only the policies that had finished.
     """
 
     first: int

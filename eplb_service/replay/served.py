@@ -1,4 +1,4 @@
-"""Rank loads and times along a trace under a given layout.
+"""Rank loads and times over a trace under a given layout.
 
 If the trace records each step's tokens by source rank, they are routed through their source ranks' tables.
 """
@@ -20,16 +20,15 @@ from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
 
 _STEPS_READ = 8
-"""Number of steps of source heat that are read at a time. In a large deployment, each step has megabytes of it.
-"""
+"""Number of steps whose source heat is read at a time. In a large deployment, it takes megabytes per step."""
 
 
 def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str) -> Float64:
     """Return the tokens that each rank receives in some steps of a trace, float64 ``[t, L, R]``.
 
-    If the trace has the same number of source ranks as the placement, each token goes to the slot that its source
-    rank's table names, and dealing tables use their entries in turn. Otherwise each token's source is drawn uniformly
-    from all ranks. A host that splits ``even`` or by ``step`` uses no tables. Token counts remain integers.
+    If the trace has as many source ranks as the placement has ranks, each token goes to the slot that its source rank's
+    table names, and dealing tables use their entries in turn. Otherwise each token's source is drawn uniformly from all
+    ranks. Hosts with the split ``even`` or ``step`` use no tables. Token counts remain integers.
 
     Parameters
     ----------
@@ -38,7 +37,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
     heat_TLE
         ``[t, L, E]``, heat of the steps.
     first
-        Number of the first of these steps in the trace.
+        Index of the first of these steps in the trace.
     serving
         Layout in effect during the steps.
     split
@@ -61,7 +60,7 @@ def served_us(
 ) -> Float64:
     """Return the time of each layer's slowest rank in some steps of a trace, float64 ``[t, L]`` in microseconds.
 
-    Layers without tokens are NaN. The time to compute a stepwise split is not included.
+    The time is NaN for a layer without tokens. It does not include the computation of a stepwise split.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ class SweepCell:
     file
         The trace.
     scene
-        Ranks, costs and placement at the start.
+        Ranks, costs and initial placement.
     jobs
         The baseline and the policies of one setup.
     varied
@@ -68,7 +68,7 @@ def sweep(
     Yields
     ------
     tuple of int and Replay
-        Index of a cell and its results, in the order of completion.
+        Index of a cell and its results, in completion order.
 
     Raises
     ------

@@ -38,7 +38,7 @@ def report_page(
     replay
         Replay with at least one policy.
     title
-        Title, which names the trace.
+        Title of the report, which names the trace.
     command
         Command that reproduces the report.
     facts
@@ -93,7 +93,10 @@ def report_page(
 
 
 def _figure(picture: str, note: str) -> str:
-    """Return a chart and its note. Embedded as an image, the SVG shares no ids with the page and runs no scripts."""
+    """Return a chart and its note.
+
+    The SVG is embedded as an image, so its ids cannot clash with the page's, and it cannot run scripts.
+    """
     title = picture.partition("<title>")[2].partition("</title>")[0]
     data = base64.b64encode(picture.encode()).decode()
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{title}">'
@@ -125,7 +128,7 @@ def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
 
 
 def _time_tiles(costs: Costs, score: Score, slots: int) -> dict[str, str]:
-    """Return the figures in milliseconds whose costs are known, keyed by label."""
+    """Return the times and costs that are known, in milliseconds, keyed by label."""
     tiles = {}
     if costs.step_ms and score.net_ms is not None:
         label = f"net saving per {digits(costs.step_ms)} ms step, according to the stated costs"
@@ -157,7 +160,7 @@ def _verdict(score: Score, best: PolicyReplay) -> str:
 
 
 def _table(replay: Replay) -> str:
-    """Return the table of figures, with a row for each policy. Columns without known figures are omitted."""
+    """Return the table of figures, with a row for each policy. Columns whose figures are all unknown are omitted."""
     rows = []
     for policy in replay.policies:
         score = replay.score(policy)

@@ -30,9 +30,9 @@ class Picture(str):
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
-    """Write each chart as an SVG file into ``folder``, and create the folder if necessary.
+    """Write each chart as an SVG file into the directory ``folder``, creating it if necessary.
 
-    Raises ``OutputError`` if the folder or a file cannot be written.
+    Raises ``OutputError`` if the directory or a file cannot be written.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def _along(policy: PolicyReplay, look: Look, values: Sequence[float], name: str 
 
 
 def _par_lines(replay: Replay, policy_lines: Sequence[Line]) -> list[Line]:
-    """Return the baselines along the trace, followed by the realised PAR of each policy."""
+    """Return the baselines over the trace, followed by the realised PAR of each policy."""
     lines = []
     for baseline in replay.baselines:
         suffix = "" if len(replay.baselines) == 1 else baseline.label.removeprefix("baseline")
@@ -142,7 +142,7 @@ def _balance_against_moves(
 
 
 def _front(dots: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the Pareto front in order of increasing moves: dots that no other dot beats in both moves and PAR.
+    """Yield the Pareto front in order of increasing moves: dots that no other dot beats on both moves and PAR.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def _front(dots: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]
 
 
 def _over_mean(loads_LR: Float64) -> Float64:
-    """Return the ratio of each rank's tokens to the mean rank of its layer, float64 ``[L, R]``."""
+    """Return each rank's load divided by the mean load in its layer, float64 ``[L, R]``."""
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
     ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
     return ratio_LR

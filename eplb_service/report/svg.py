@@ -37,7 +37,7 @@ _COOL_TO_WARM = np.array(
 )
 """Colours of ColorBrewer's RdBu, from blue to red."""
 _NO_VALUE = 255
-"""Red, green and blue of a missing value: white."""
+"""Value of all three colour channels for a missing value, which is drawn in white."""
 
 
 class Look(NamedTuple):
@@ -322,7 +322,7 @@ def _polyline(points: Sequence[str], look: Look) -> str:
 
 
 def _image(values: Float64, hottest: float, x: float, y: float, width: float, height: float) -> str:
-    """Draw a matrix as an image with about the resolution of the chart.
+    """Draw a matrix as an image at about the resolution of the chart.
 
     Some viewers smooth an image when they enlarge it, so the matrix is enlarged here.
     """

@@ -76,7 +76,7 @@ class DeployedLayout:
 
     @classmethod
     def assembled(cls, hellos: Mapping[int, Hello]) -> DeployedLayout:
-        """Assemble the layout from the Hellos of all ranks, by rank.
+        """Assemble the layout from the Hellos of all ranks, keyed by rank.
 
         This is slow for large groups and should not run on the event loop. Raises ``ConflictError`` if the Hellos
         contradict each other.

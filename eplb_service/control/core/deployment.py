@@ -54,7 +54,7 @@ class Totals:
     steps_received
         Number of steps that all ranks have reported.
     steps_lost
-        Number of steps that some rank did not report in time.
+        Number of steps that at least one rank did not report in time.
     """
 
     layers_switched: int = 0
@@ -64,7 +64,7 @@ class Totals:
     steps_lost: int = 0
 
     def plus(self, **gains: int) -> Totals:
-        """Return the totals after adding ``gains``, by field name. Each total is capped at ``_MAX_TOTAL``."""
+        """Return the totals after adding ``gains``, keyed by field name. Each total is capped at ``_MAX_TOTAL``."""
         return replace(
             self, **{name: min(getattr(self, name) + gain, _MAX_TOTAL) for name, gain in gains.items()}
         )
@@ -130,27 +130,27 @@ class Deployment:
     heat
         Heat of the group's recent steps; ``None`` until the layout is known.
     plan
-        Plan in progress; ``None`` without one.
+        Plan in progress; ``None`` if there is none.
     ended_plan
         Most recent plan that has ended.
     planned_par
-        PAR that its plan promised for each switched layer, by layer.
+        PAR promised for each switched layer by the plan that switched it, keyed by layer.
     attendance
         Rejected ranks, and the time for which ranks have been waiting or disconnected.
     known
         True once all ranks of some group have connected and agreed on a layout.
     plan_problems
-        Latest problems of plans since the last decision began.
+        Latest problems with plans since the last decision began.
     without_heat
-        Time and steps since the last step was completed.
+        Time elapsed and steps run since a step was last completed.
     without_decision
-        Time and steps since the last decision.
+        Time elapsed and steps run since the last decision.
     shedding
         Fraction of its heat that each rank reports.
     late
         Connected ranks whose heat is late.
     service_problems
-        Problems of the service that concern all deployments.
+        Service-wide problems, which affect all deployments.
     session
         State of the decisions for the current group.
     first_layout
@@ -243,7 +243,10 @@ class Deployment:
 
     @property
     def outdated(self) -> str | None:
-        """Reason why the ranks would reject every plan: they have followed a higher term. ``None`` if they have not."""
+        """Reason why the ranks would reject every plan; ``None`` if they would not.
+
+        They reject plans with a lower leader term than the highest one that they have followed.
+        """
         highest_term = self.group.highest_term if self.group is not None else 0
         if highest_term <= self.leader_term:
             return None
@@ -335,11 +338,11 @@ class Deployment:
         self.paused = paused
 
     def lead_with(self, leader_term: int) -> None:
-        """Change this service's leader term, so that the ranks follow it instead of another service."""
+        """Change this service's leader term, so that the ranks follow this service instead of another one."""
         self.leader_term = leader_term
 
     def report_service_problems(self, problems: Iterable[str]) -> None:
-        """Replace the problems of the service that concern all deployments."""
+        """Replace the list of service-wide problems, which affect all deployments."""
         self.service_problems = tuple(problems)
 
     # Connections
@@ -354,7 +357,7 @@ class Deployment:
         hello
             Hello of the rank.
         assembled
-            Layout that was assembled in advance with this Hello as the last one; see ``Group.with_hello``.
+            Layout that was assembled in advance as if this Hello were the last one needed; see ``Group.with_hello``.
         """
         try:
             self._replace_group(hello)
@@ -427,7 +430,7 @@ class Deployment:
         self._trust_ranks(rank)
 
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
-        """Return True if a rank's report is so far ahead of slower ranks that accepting it would lose steps."""
+        """Return True if a rank's report is so far ahead of slower ranks that accepting it would drop steps."""
         return self.heat is None or self.heat.pending.is_ahead(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
@@ -496,7 +499,7 @@ class Deployment:
         return self.session.check_is_due(self.plan.committed)
 
     def begin_check(self) -> None:
-        """Begin to check the plan in progress against the current heat."""
+        """Begin checking the plan in progress against the current heat."""
         self.session = self.session.begin_check()
 
     def record_check(self, outlook: Outlook, plan_id: int, now: float) -> bool:
@@ -507,7 +510,7 @@ class Deployment:
         outlook
             Result of the check.
         plan_id
-            Number of the plan that was checked.
+            Id of the plan that was checked.
         now
             Current time, in seconds.
         """
@@ -546,7 +549,7 @@ class Deployment:
         outlook
             Promise, forecasts and other results of the decision.
         cost
-            Number of steps over which the CPU budget pays for the decision.
+            CPU time of the decision, as the number of steps whose CPU budget pays for it.
         changed
             True if its plan is about to be offered.
         """
@@ -562,7 +565,7 @@ class Deployment:
         self.session = replace(self.session, move_price=price)
 
     def record_time_price(self, price: TimePrice, cost: float) -> None:
-        """Record the time price; ``cost`` is the number of steps over which the CPU budget pays for the estimate."""
+        """Record the time price; ``cost`` is the number of steps whose CPU budget pays for the estimate."""
         self.session = self.session.with_time_price(price, cost)
 
     def record_worth(self, worth: Worth | None) -> None:
@@ -738,7 +741,7 @@ class Deployment:
             self._record_problem(plan.summary)
 
     def _record_problem(self, problem: str) -> None:
-        """Record a problem of a plan. Only the latest distinct problems are kept."""
+        """Record a problem with a plan. Only the latest distinct problems are kept."""
         if problem not in self.plan_problems:
             self.plan_problems = [*self.plan_problems, problem][-_MAX_PROBLEMS:]
 

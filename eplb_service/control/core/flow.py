@@ -18,8 +18,8 @@ MAX_STEPS = 64
 _REPORTS_PER_WINDOW = 4
 """Minimum number of reports per window, and per decision interval."""
 _RANKS_PER_STEP = 5
-"""Maximum ratio of ranks to steps per report. Groups that exceed it send longer reports. At 20 steps per second, a
-ratio of five yields 100 reports per second in total."""
+"""Maximum number of ranks per step of a report. Groups that would exceed it send longer reports. At 20 steps per
+second, a ratio of five yields 100 reports per second in total."""
 _SHEDDING_CHECK_SECONDS = 20.0
 """Time between two checks for steps that the ranks have dropped."""
 _CALM_SECONDS = 300.0
@@ -41,14 +41,14 @@ class Limits:
     window_steps
         Maximum number of steps that a decision uses.
     pending_steps
-        Maximum number of steps by which the fastest rank's reports may be ahead of the slowest rank's. It also limits
-        the length of one report.
+        Maximum number of steps that the fastest rank's reports may be ahead of the slowest rank's. It also limits the
+        length of one report.
     plan_timeout
         Seconds without a report from any rank after which a plan times out.
     interval
         Number of steps before the first decision; also the maximum number of steps between later ones.
     by_clock
-        True if decisions are due after every ``interval`` steps, regardless of the realised PAR. This is the case for
+        True if decisions are due every ``interval`` steps, regardless of the realised PAR. This is the case for
         policies other than this project's own.
     cpu_share
         Fraction of one core that decisions may use, averaged over several intervals.
@@ -112,7 +112,7 @@ class Shedding:
     one_in
         Each rank reports one of every ``one_in`` blocks.
     dropped
-        Number of steps that each connected rank had dropped by the last check, by rank.
+        Number of steps that each connected rank had dropped by the last check, keyed by rank.
     looked_at
         Time of the last check, in seconds; ``None`` before the first one.
     calm_since
@@ -121,7 +121,7 @@ class Shedding:
 
     Examples
     --------
-    If more than half of the ranks drop steps between two checks, the share is halved:
+    If more than half of the ranks drop steps between two checks, the reported fraction is halved:
 
     >>> shedding = Shedding().after(0.0, {0: 0, 1: 0, 2: 0})
     >>> shedding.after(20.0, {0: 16, 1: 32, 2: 0}).one_in
@@ -167,9 +167,9 @@ class LateRanks:
     Parameters
     ----------
     since
-        Time at which each late rank was first observed to be late, by rank.
+        Time at which each late rank was first observed to be late, keyed by rank.
     steps
-        Number of steps by which the slowest rank's heat is behind the fastest rank's.
+        Number of steps by which the slowest rank's heat lags behind the fastest rank's.
     now
         Time of the last update, in seconds.
     step
@@ -194,9 +194,9 @@ class LateRanks:
         step
             Highest step that any rank has reached.
         ranks
-            Connected ranks whose heat is behind.
+            Connected ranks whose heat is late.
         steps
-            Number of steps by which the slowest rank's heat is behind.
+            Number of steps by which the slowest rank's heat lags behind the fastest rank's.
         """
         stepped_at = now if step != self.step else self.stepped_at
         late_ranks = ranks if now - stepped_at < _IDLE_SECONDS else ()
@@ -225,7 +225,7 @@ class Stall:
     seconds
         Seconds from that time to the last update.
     steps
-        Number of steps that the rank furthest ahead ran in this time.
+        Number of steps that the rank furthest ahead has run since that time.
     """
 
     count: int | None = None

@@ -38,7 +38,7 @@ class Member:
     Parameters
     ----------
     rank
-        Number of the rank in its group.
+        Index of the rank in its group.
     node
         Name of the rank's node.
     epoch
@@ -46,7 +46,7 @@ class Member:
     digest
         Digest of the placement that the rank serves.
     token_group
-        Number of the rank's token group. Ranks in the same token group see the same tokens.
+        Id of the rank's token group. Ranks in the same token group see the same tokens.
     agent_version
         Release of the agent.
     highest_term
@@ -60,11 +60,11 @@ class Member:
     dropped_steps
         Number of steps whose heat the rank dropped because it could not send it in time.
     staging_bytes
-        Bytes of the staging buffers; ``None`` if unknown.
+        Size of the staging buffers in bytes; ``None`` if unknown.
     ring_bytes
-        Bytes of the rings in which the layers count heat; ``None`` if unknown.
+        Size of the rings in which the layers count heat, in bytes; ``None`` if unknown.
     device
-        Name of the rank's device in torch; empty on a CPU.
+        PyTorch's name for the rank's device; empty on a CPU.
     """
 
     rank: int
@@ -99,9 +99,9 @@ class Group:
     shape
         Number of ranks, layers, experts and slots, and size of an expert.
     members
-        Ranks that have ever connected, by rank.
+        Members that have ever connected, keyed by rank.
     waiting
-        Hellos received while the group is incomplete, by rank; empty once it is complete.
+        Hellos received while the group is incomplete, keyed by rank; empty once it is complete.
     live
         Current layout; ``None`` while the group is incomplete.
     """
@@ -232,8 +232,8 @@ class Group:
         hello
             Hello of the rank.
         assembled
-            Layout that was assembled in advance with this Hello as the last one. It is ignored if the waiting ranks
-            have changed since, or if ranks are still missing.
+            Layout that was assembled in advance as if this Hello were the last one needed. It is ignored if the waiting
+            ranks have changed since, or if ranks are still missing.
         """
         if hello.shape != self.shape:
             raise ConflictError(f"rank {hello.rank} {_shape_difference(hello.shape, self.shape)}")
@@ -254,7 +254,7 @@ class Group:
         return replace(group, members={**self.members, hello.rank: member})
 
     def without_stream(self, rank: int) -> Group:
-        """Return the group with a rank disconnected. Its Hello is dropped, since it may become stale."""
+        """Return the group with a rank disconnected. Its Hello is dropped, because it may become stale."""
         waiting = {
             waiting_rank: hello for waiting_rank, hello in self.waiting.items() if waiting_rank != rank
         }
@@ -295,7 +295,8 @@ class Attendance:
     Parameters
     ----------
     rejections
-        Reason for each rejection and time of the first check after it, by rank. The time is ``None`` before that check.
+        Reason for each rejection and time of the first check after it, keyed by rank. The time is ``None`` before that
+        check.
     forming_since
         Time of the first check at which connected ranks were waiting for the rest of their group; ``None`` if no rank
         is waiting.
@@ -330,7 +331,7 @@ class Attendance:
         connected
             True if any rank is connected.
         waiting
-            True if connected ranks wait for the rest of their group.
+            True if connected ranks are waiting for the rest of their group.
         """
         rejections = {
             rank: (reason, now if since is None else since)

@@ -15,13 +15,14 @@ from eplb_service.control.core.group import rank_list
 RECENT_STEPS = 64
 """Number of recent steps over which the current balance is measured."""
 MAX_POINTS = 512
-"""Maximum number of points in a balance series, at which it is thinned out."""
+"""Maximum number of points in a balance series. A series that reaches it is thinned out."""
 _SILENT_SECONDS = 30.0
 """Time without a completed step after which a problem is reported, provided that the ranks are running steps."""
 _UNDECIDED_SECONDS = 600.0
 """Time without a decision after which a problem is reported."""
 _UNDECIDED_WINDOWS = 16
-"""Number of windows without a decision after which a problem is reported. This is longer than any decision interval.
+"""Number of windows without a decision after which a problem is reported. Together, they are longer than any decision
+interval.
 
 If no rank has ever counted a token, a problem is reported after the same number of windows without tokens."""
 _MISROUTED_STEPS = 16
@@ -128,14 +129,14 @@ def mean_loads(loads_LR: Float64) -> Float64:
 
 
 def redundancy(deployment: Deployment) -> tuple[int, int]:
-    """Return the redundant slots per layer and the bytes that each rank holds in them.
+    """Return the number of redundant slots per layer, and the memory that they occupy on each rank.
 
     Returns
     -------
     int
         Number of slots of all ranks in one layer, minus one per expert.
     int
-        Average number of bytes per rank over all layers; 0 if the size of an expert is unknown.
+        Mean memory per rank over all layers, in bytes; 0 if the size of an expert is unknown.
     """
     if deployment.group is None:
         return 0, 0
@@ -190,7 +191,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
     lines = []
     pending = heat.pending
     many_steps = _UNDECIDED_WINDOWS * limits.decision_steps
-    # A host that has not served any request yet looks like one whose counters stay zero, so allow it more time.
+    # A host that has not served any request yet looks like one whose counters stay at zero, so allow it more time.
     max_empty_steps = limits.decision_steps if pending.tokens_uncounted else many_steps
     if pending.empty_steps >= max_empty_steps:
         lines.append(

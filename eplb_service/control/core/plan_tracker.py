@@ -56,7 +56,7 @@ class PlanTracker:
     Parameters
     ----------
     plan_id
-        Number of the plan.
+        Id of the plan.
     base_epoch
         Epoch of the layout that the plan starts from.
     base_digest
@@ -66,9 +66,9 @@ class PlanTracker:
     versions
         Epoch and digest of the deployment after the commit of each of the plan's layers.
     progress
-        Number of the plan's layers that each rank is known to have committed, by rank.
+        Number of the plan's layers that each rank is known to have committed, keyed by rank.
     heard_at
-        Time of the offer or of the latest report, in seconds of the caller's clock, plus the idle time since then.
+        Time of the offer or of the latest report, in seconds on the caller's clock, plus the idle time since then.
     step
         Highest step that any rank has reached.
     stepped_at
@@ -82,7 +82,7 @@ class PlanTracker:
     reason
         Reason for the outcome; empty if the plan is done.
     objections
-        Status of each rank that dropped the plan before its last layer, by rank.
+        Status of each rank that dropped the plan before its last layer, keyed by rank.
     """
 
     plan_id: int
@@ -107,7 +107,7 @@ class PlanTracker:
         Parameters
         ----------
         plan_id
-            Number of the plan.
+            Id of the plan.
         base
             Layout that the plan starts from.
         decision
@@ -259,7 +259,8 @@ class PlanTracker:
 
     def _with_outcome(self) -> PlanTracker:
         """End the plan if all ranks have committed its last layer or dropped it."""
-        # In a large group, some ranks have almost always yet to answer, and this test is cheaper than listing them.
+        # In a large group, there are almost always ranks that have yet to answer, and this test is cheaper than listing
+        # them.
         incomplete = not self.objections and min(self.progress) < len(self.versions)
         if self.outcome is not None or incomplete or self.silent_ranks:
             return self

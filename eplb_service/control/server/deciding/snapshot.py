@@ -1,4 +1,4 @@
-"""Snapshot of a deployment on which a planner thread computes a decision, a time price, or the gain."""
+"""Snapshot of a deployment, from which a planner thread computes a decision, the time price or the gain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Computed(Generic[T]):
-    """Result of a computation and what it cost.
+    """Result of a computation and its cost.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Computed(Generic[T]):
     seconds
         Wall time, in seconds.
     cost
-        Number of steps over which the CPU budget pays for the computation.
+        CPU time of the computation, as the number of steps whose CPU budget pays for it.
     """
 
     result: T
@@ -96,7 +96,7 @@ class Snapshot:
         settings
             Settings of the planner.
         prior
-            Prior to use in place of the deployment's heat, without step times and without a schedule.
+            Prior whose heat replaces the deployment's own. The snapshot then has no step times and no schedule.
         """
         group = deployment.group
         live = deployment.live
@@ -122,7 +122,7 @@ class Snapshot:
 
     @cached_property
     def inputs(self) -> DecisionInputs:
-        """Inputs of a decision. The first access copies all heat and tables and belongs on a planner thread."""
+        """Inputs of a decision. The first access copies all heat and tables, so it must happen on a planner thread."""
         return DecisionInputs(
             Window(*self.heat.arrays()),
             self.live.serving,
@@ -135,7 +135,7 @@ class Snapshot:
         )
 
     def compute(self, function: Callable[[DecisionInputs], T]) -> Computed[T]:
-        """Call a function of ``planner.decision`` on the inputs, and measure what it costs."""
+        """Call a function from ``planner.decision`` on the inputs, and measure its cost."""
         started = time.perf_counter()
         cpu_started = time.process_time()
         result = function(self.inputs)
