@@ -35,7 +35,7 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_REPORT_STEPS = 16
 """Number of steps per heat report until the service requests a different number."""
 _WATCH_CALLS = 16
-"""Number of calls between checks that the control stream's thread is alive."""
+"""Number of calls between two checks that the control stream's thread is alive."""
 
 
 class RestoreError(RuntimeError):
@@ -164,7 +164,7 @@ class Agent:
         settings
             Settings of the agent; read from the environment by default.
         token_group
-            Number of the token group, which is the same on all ranks that see the same tokens (all-gather dispatch).
+            ID of this rank's token group. Ranks that see the same tokens (all-gather dispatch) have the same ID.
             ``None`` if each rank has its own tokens.
         on_commit
             Called between two forward passes with the index of a layer whose weights and tables have just been written,
@@ -183,8 +183,9 @@ class Agent:
 
         Examples
         --------
-        One rank with one layer of four experts, represented by a namespace. Each pass writes its row of the heat ring
-        and increments the counter. The service is unreachable, so the model keeps its initial layout:
+        The example has one rank, with one layer of four experts that is represented by a namespace. Each pass writes
+        its row of the heat ring and increments the counter. The service is unreachable, so the model keeps its initial
+        layout:
 
         >>> from types import SimpleNamespace
         >>> import torch
@@ -220,7 +221,7 @@ class Agent:
 
     @property
     def stats(self) -> SwitchStats:
-        """Counts and durations of this rank's switches since the start."""
+        """Counts and durations of this rank's switches since the agent started."""
         return self._switch.stats
 
     @property
@@ -245,8 +246,8 @@ class Agent:
 
         On a device, call it on the stream on which the passes are queued. The agent reads and writes the layers only on
         that stream: it reads heat after the pass that counted it, and commits between two passes. It synchronises with
-        the device only to commit a layer, because it must know which queued pass the commit follows. The host-clock
-        time between two calls is reported as the step time.
+        the device only before it commits a layer, because it must know which queued pass the commit follows. The
+        host-clock time between two calls is reported as the step time.
 
         The only network wait is for the slowest rank's ballot, which nearly always arrives before the model's own
         collectives complete. Errors other than ``FatalSwitchError`` stop balancing, but not the model.
@@ -284,7 +285,7 @@ class Agent:
         Parameters
         ----------
         reason
-            Reason for the abort, which the service reports.
+            Reason for the abort, to be reported by the service.
 
         Raises
         ------
@@ -312,7 +313,7 @@ class Agent:
         placement
             Placement of all ranks, usually the initial value of ``installed.placement``.
         reason
-            Reason for the abort, which the service reports.
+            Reason for the abort, to be reported by the service.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Counting and sorting of expert ids by tensor operators only, so that graphs can capture them."""
+"""Counting and sorting of expert ids with tensor operators only, so that graphs can capture them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def count_ids(ids: torch.Tensor, bins: int) -> torch.Tensor:
-    """Count each id ``0..bins-1``, int64 ``[bins]``."""
+    """Return the number of occurrences of each id ``0..bins-1``, int64 ``[bins]``."""
     flat_N = ids.reshape(-1)
     counts = torch.zeros(bins, dtype=torch.int64, device=ids.device)
     return counts.index_add_(0, flat_N, torch.ones(flat_N.shape, dtype=torch.int64, device=ids.device))

@@ -1,4 +1,4 @@
-"""Abstracts the differences between CPUs and accelerators: events, side streams, pinned memory and memory formats.
+"""Abstraction over CPUs and accelerators: events, side streams, pinned memory and memory formats.
 
 CUDA and ``torch_npu`` are available as torch device modules. On a CPU, work is complete when a call returns, so the
 events and streams in this module do nothing.
@@ -46,8 +46,8 @@ class Mark:
 class SideStream:
     """Stream on a device that is separate from the model's stream.
 
-    Keep this object as long as memory allocated on its stream is in use. The allocator reuses freed memory only on the
-    stream on which it was allocated, so the model never receives memory that this stream still writes to.
+    Keep this object for as long as memory allocated on its stream is in use. The allocator reuses freed memory only on
+    the stream on which it was allocated, so the model never receives memory that this stream still writes to.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def format_of(tensor: torch.Tensor) -> int:
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if the memory is in blocks (NZ), which torch_npu can only send whole, including padding."""
+    """Return True if the memory is in blocks (NZ). torch_npu can only send such a tensor whole, including padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 

@@ -1,4 +1,4 @@
-"""Numbering and timing of step boundaries.
+"""Numbers and times step boundaries.
 
 Boundaries are numbered by the model's forward passes rather than by calls to the agent. A host may miss a call after a
 pass, or call twice. If calls were counted, its rank would then switch layers one pass before or after its peers, and
@@ -42,7 +42,8 @@ class ForwardClock:
     Attributes
     ----------
     trouble
-        Problem to report if the host's count has gone back; reset to ``None`` once the ranks ``agree`` on a new number.
+        Problem to report if the host's count has gone backwards; reset to ``None`` once the ranks ``agree`` on a new
+        number.
     """
 
     def __init__(self, layers: list[LiveLayer], runtime: Runtime = REAL) -> None:
@@ -95,7 +96,7 @@ class ForwardClock:
 
     @property
     def reached(self) -> int:
-        """Highest forward pass number so far. It does not go back even if the host's count does."""
+        """Highest forward pass number so far. It never goes backwards, even if the host's count does."""
         return self._highest
 
     def called(self) -> int:
@@ -104,7 +105,7 @@ class ForwardClock:
         if self._host_counter is None:
             self._follow_counter()
         count = self._count
-        # Without waiting for the device, the count may be a few passes off.
+        # If it does not wait for the device, the count may be off by a few passes.
         tolerance = _MAX_COPIES if self._host_counter is None else 0
         if count < self._last_count - tolerance:
             self.trouble = f"the host's count of forward passes went back from {self._last_count} to {count}"
@@ -159,8 +160,8 @@ class StepTimer:
 
     A step's time is the time between two calls to the agent. It includes the forward pass as seen by the host, the
     host's work between two passes, and the agent's own call. If the host queues passes ahead of the device, time may be
-    attributed to the wrong step, but the sum over all steps is right. It is wall time, so it includes any time that the
-    host spends waiting for requests.
+    attributed to the wrong step, but the sum over all steps is correct. It is wall time, so it includes any time that
+    the host spends waiting for requests.
 
     Parameters
     ----------
@@ -199,7 +200,7 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that sums the time spent in its block, even if the block raises. Any thread may read the sum.
+    """Context manager that adds up the time spent in its block, even if the block raises. Any thread may read the sum.
 
     Parameters
     ----------

@@ -73,14 +73,14 @@ class _Copy:
     arrived: Mark
 
     def is_valid(self) -> bool:
-        """Return True if each row holds exactly the forward pass of its step."""
+        """Return True if each row was written by exactly its own step's forward pass."""
         steps = self.report.steps
         expected = [*range(self.first_pass, self.first_pass + steps)]
         return self.passes.tolist() == expected + expected[-1:] * (len(self.passes) - steps)
 
 
 class HeatRecorder:
-    """Recorder that turns the layers' heat rings into one report per block of steps.
+    """Recorder that reads the layers' heat rings and produces one report per block of steps.
 
     Parameters
     ----------
@@ -93,8 +93,9 @@ class HeatRecorder:
     Attributes
     ----------
     lost_steps : int
-        Number of steps whose row does not hold exactly one forward pass. The host may have run a layer twice in a step,
-        or failed to call the agent's ``step`` exactly once for a pass. Such counts are dropped rather than corrected.
+        Number of steps whose row was not written by exactly one forward pass. The host may have run a layer twice in a
+        step, or failed to call the agent's ``step`` exactly once for a pass. Such a row's counts are dropped rather
+        than corrected.
     ring_bytes : int
         Size of the heat rings in bytes.
     reporting : Reporting
@@ -182,7 +183,7 @@ class HeatRecorder:
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Passes without a call are lost. A repeated call does not belong to a pass, so it loses none.
+            # Passes without a call are lost. A repeated call does not belong to any pass, so it loses none.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:
@@ -254,7 +255,7 @@ class HeatRecorder:
         return _Copy(report, first_pass, self._to_host(passes), Mark(self._device))
 
     def _note_pass(self, row: int, counter: int) -> None:
-        """Store a counter's value after the last queued pass in ``row``."""
+        """Store, in ``row``, a counter's value after the last queued pass."""
         passes_P = self._host_passes
         value = self._host_counters[counter]
         if passes_P is None or value is None:
@@ -304,7 +305,7 @@ class _Rings:
         self._whole_LWX = _in_one_tensor(rings)
 
     def read_rows(self, rows: list[int]) -> torch.Tensor:
-        """Return a copy of consecutive rows, ``[T, L, width]``. Rows that wrap around take two reads."""
+        """Return a copy of consecutive rows, ``[T, L, width]``. If the rows wrap around, two reads are needed."""
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
         counts = self.read_range(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):

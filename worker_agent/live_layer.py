@@ -22,9 +22,9 @@ class LiveLayer(Protocol):
 
     Examples
     --------
-    A layer with three experts on a single rank, whose slots hold experts 2, 0 and 1. The agent may change
+    A layer has three experts on a single rank, whose slots hold experts 2, 0 and 1. The agent may change
     ``expert_map``, ``log2phy`` and the weights between two forward passes, so each pass reads them again. A pass also
-    counts the tokens of each slot:
+    counts the tokens that each slot receives:
 
     >>> class ToyLayer:
     ...     source_load = None
@@ -57,8 +57,8 @@ class LiveLayer(Protocol):
     expert_map: torch.Tensor
     """Local slot of each expert, or -1 if this rank does not hold the expert; int32 ``[E]``.
 
-    The agent uses it as its record of this rank's placement. If the host has no such tensor, or needs its own to remain
-    unchanged, the adapter creates one for the agent.
+    The agent uses this tensor as its record of this rank's placement. If the host has no such tensor, or needs its own
+    tensor to remain unchanged, the adapter creates one for the agent.
     """
 
     log2phy: torch.Tensor
@@ -96,8 +96,7 @@ class LiveLayer(Protocol):
     """
 
     shares_tokens: bool
-    """True if ranks see the same tokens before routing (all-gather dispatch). Their tables must then be equal.
-    """
+    """True if ranks see the same tokens before routing (all-gather dispatch). Their tables must then be equal."""
 
     def expert_weights(self) -> Sequence[ExpertWeights]:
         """Return every weight that the expert kernels read, with one entry per kind.
@@ -109,7 +108,7 @@ class LiveLayer(Protocol):
 
 @runtime_checkable
 class RankBound(Protocol):
-    """Live layer that declares whether its experts are bound to their ranks. By default, they are not."""
+    """Live layer that declares whether its experts are bound to their ranks. By default, experts are not bound."""
 
     rank_bound: bool
     """True if experts must stay on their ranks, as with grouped experts (MoGE), where each rank has one group."""
@@ -125,7 +124,7 @@ class RowDealt(Protocol):
 
 @runtime_checkable
 class Named(Protocol):
-    """Live layer with a name in the model, so that ranks that list layers in different orders are rejected."""
+    """Live layer with a name in the model. Ranks compare the names, to detect layers that are in different orders."""
 
     name: str
 
@@ -135,7 +134,7 @@ class Gathering(Protocol):
     """Live layer that declares whether its dispatch gathers the tokens of all ranks."""
 
     gathers_all: bool
-    """True if it does. All ranks must then form one token group."""
+    """True if the dispatch gathers them. All ranks must then form one token group."""
 
 
 @runtime_checkable

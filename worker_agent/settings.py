@@ -164,7 +164,7 @@ class AgentSettings(BaseSettings):
 
     @property
     def security(self) -> Security:
-        """Security settings of the channel to the service."""
+        """Security settings for the channel to the service."""
         return Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
 
     def token(self) -> str | None:
@@ -197,7 +197,7 @@ class AgentSettings(BaseSettings):
 
 
 def misspelt(variables: Iterable[str]) -> list[str]:
-    """Return a complaint for each environment variable that looks like a setting but is not one.
+    """Return a complaint about each environment variable that looks like a setting but is not one.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def misspelt(variables: Iterable[str]) -> list[str]:
     Returns
     -------
     list of str
-        Complaints sorted by variable name, each with the most similar setting.
+        Complaints sorted by variable name, each with a suggestion of the most similar setting.
 
     Examples
     --------
@@ -220,7 +220,7 @@ def misspelt(variables: Iterable[str]) -> list[str]:
     settings = [f"{prefix}{name}".upper() for name in AgentSettings.model_fields]
     complaints = []
     for name in sorted(variables):
-        # Match the prefix without its last underscore, so that a name that lacks the underscore is reported too.
+        # Match the prefix without its last underscore, so that a name without that underscore is also reported.
         if name.upper().startswith("EPLB_AGENT") and name.upper() not in settings:
             nearest = difflib.get_close_matches(name.upper(), settings, 1, 0.0)[0]
             complaints.append(f"{name} is not a setting and has no effect; did you mean {nearest}?")

@@ -43,7 +43,7 @@ from worker_agent.stepwise_tables import PENALTIES, max_replica_slots, rounding_
 ROUNDS = 22
 """Number of rounds for steps of up to ``_BASE_CHOICES`` choices.
 
-See ``docs/research/stepwise.md`` for the distance from the optimum with other numbers of rounds.
+For the distance from the optimum with other numbers of rounds, see ``docs/research/stepwise.md``.
 """
 _EXTRA_ROUNDS = 20
 """Number of additional rounds for a step of four times ``_BASE_CHOICES`` choices."""
@@ -99,7 +99,7 @@ class StepwiseSplit:
     device
         Device of the tensors.
     rounds
-        Number of rounds; ``rounds_for`` the step's size by default.
+        Number of rounds; by default, ``rounds_for`` of the step's size.
     """
 
     physical_P1: torch.Tensor
@@ -118,10 +118,10 @@ class StepwiseSplit:
     """Matrix from counts to totals: the tokens of each rank's unreplicated experts, then of each replicated expert."""
 
     from_totals: torch.Tensor
-    """Matrix from totals to all values that depend on nothing else: the rounds' starts and the rounding's inputs."""
+    """Matrix from totals to all values that depend only on them: the rounds' starts and the rounding's inputs."""
 
     rounds_CM2: torch.Tensor
-    """Matrix for each kind of round. ``_schedule`` returns the order of the kinds."""
+    """Matrix for each kind of round. ``_schedule`` returns the order in which the kinds are used."""
 
     exact_X2: torch.Tensor
     """Matrix from the final state to the running sums of rank loads and the tokens of replica slots."""
@@ -202,7 +202,8 @@ class StepwiseSplit:
         rounds = rounds_for(choices) if self._rounds is None else self._rounds
         exact_X = torch.addmv(constant_X, self.exact_X2, self._state(starts, rounds))
         later_M = torch.mv(self.later_MM, self._rounded(exact_X, base_M, first_R)).to(torch.int64)
-        # On a cycle, an expert's rounded slots need not add up to its tokens. Its first slot gets the difference.
+        # On a cycle, the rounded slots of an expert may not add up to its tokens. The expert's first slot gets the
+        # difference.
         later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
         ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
         return ends_P.index_add_(0, self.position_M, later_M, alpha=-1)
@@ -243,7 +244,8 @@ class StepwiseSplit:
             counts_RE = group.all_gather(local_E.to(torch.int32).unsqueeze(0)).long()
             counts_E = counts_RE.sum(dim=0)
             earlier_E = counts_RE[: group.rank].sum(dim=0)
-            # Shift by the other ranks' choices of lower experts, and by earlier ranks' choices of the same expert.
+            # Shift by the other ranks' choices of lower-numbered experts, and by earlier ranks' choices of the same
+            # expert.
             shift_E = (counts_E - local_E).cumsum(0) - (counts_E - local_E) + earlier_E
             position_N = position_N + shift_E.index_select(0, ids_N.clamp(min=0))
         return self.physical(position_N, counts_E, choices).view_as(ids_TK)
@@ -256,7 +258,7 @@ class StepwiseSplit:
         Parameters
         ----------
         position_N
-            Number of each choice among all ranks' choices in expert order, int64.
+            Index of each choice among all ranks' choices in expert order, int64.
         counts_E
             See ``ends``.
         choices
@@ -285,7 +287,7 @@ class StepwiseSplit:
     def _rounded(self, exact_X: torch.Tensor, base_M: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
         """Round a split to whole tokens.
 
-        Each rounding adds different dithers. It rounds the running sums of the rank loads along the forest, which
+        Each rounding adds its own dither. It rounds the running sums of the rank loads along the forest, which
         determine the slots in the forest, and rounds the slots outside the forest separately. The rounding with the
         lowest bound on the peak load is returned. The bound includes the excess tokens of slots.
 

@@ -26,8 +26,8 @@ PENALTIES = (0.2, 0.8)
 """Weight of the distance from the projection, relative to the squared loads, for each half of the rounds.
 
 A small penalty evens out ranks that share few experts. A large one identifies the slots that get no tokens, of which
-there are many if popularity is skewed. In experiments, a constant penalty missed the optimum in more of the skewed
-steps, and three increasing penalties missed it in more of the random steps.
+there are many if the experts' popularity is skewed. In experiments, a constant penalty missed the optimum in more of
+the skewed steps, and three increasing penalties missed it in more of the random steps.
 """
 _RELAXATION = 1.6
 """Over-relaxation factor of a round."""
@@ -157,7 +157,7 @@ def _rounds(slots: _ReplicaSlots, on_rank_RM: Float64, replica_slots: int) -> tu
 def _without_bounds(slots: _ReplicaSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
     """Return the unbounded split as linear functions of the totals, ``[M, Y]``, and of a target, ``[M, M]``.
 
-    Without lower bounds, slots may get negative tokens. The target is the point that the projection proposes. The split
+    Without lower bounds, slots may get negative tokens. The target is the point proposed by the projection. The split
     minimises the squared rank loads plus ``penalty`` times the squared distance from the target, subject to each
     expert's slots adding up to its tokens. The optimality (Karush-Kuhn-Tucker) conditions are linear equations with the
     same matrix for all counts.
@@ -203,9 +203,9 @@ def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]
     """Return matrices for an upper bound on rank loads: ``[R, Y]`` for the totals and ``[M, R]`` for the slots.
 
     An expert's first slot gets the tokens that its other slots leave over. If those slots have more tokens than the
-    expert, the excess is removed from one of them. No rank can then exceed the bound, because it adds the excess of all
-    experts to every rank. The bound omits the total tokens of all replicated experts, which is the same for all splits
-    of the same counts.
+    expert, the excess is removed from one of them. No rank can then exceed the bound, because the bound adds the excess
+    of all experts to every rank. The bound omits the total tokens of all replicated experts, which is the same for all
+    splits of the same counts.
     """
     first_RM = on_rank_RM * slots.first_M
     first_RY: Float64 = np.hstack([np.eye(len(on_rank_RM)), first_RM @ slots.of_expert_MH])

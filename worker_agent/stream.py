@@ -46,10 +46,10 @@ _INITIAL_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
 """Maximum number of orders pending for the model's next step."""
 _STALL_SECONDS = 60.0
-"""Length of a stall that is reported. A healthy stream waits less, even for a welcome or for other ranks' heat."""
+"""Minimum length of a stall to report. A healthy stream waits less, even for a welcome or for other ranks' heat."""
 
 _MAX_STATUSES = 4096
-"""Maximum number of queued statuses. A plan has few per layer, so only a permanently lost service can exhaust it."""
+"""Maximum number of queued statuses. A plan has few per layer, so the queue is full only after a very long outage."""
 _MAX_SKIPPED_BEATS = 4
 """Maximum number of consecutive heartbeats without news that may be skipped."""
 
@@ -57,7 +57,7 @@ _Outgoing: TypeAlias = HeatReport | PlanStatus
 
 
 class Outbox:
-    """Queue from the model's thread to the stream's. It sends statuses first, and never blocks the model's thread.
+    """Queue from the model's thread to the stream's. Statuses are sent first. The model's thread is never blocked.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class Outbox:
 
 
 class HeartbeatSchedule:
-    """Schedule of a rank's heartbeats. It does no I/O; the caller passes the monotonic time in seconds.
+    """Schedule for a rank's heartbeats. It does no I/O; the caller passes the monotonic time in seconds.
 
     Heat reports also show the service that a rank is alive, and with many ranks, heartbeats cost the service more than
     heat does. A heartbeat without news is therefore skipped if heat was sent in the current or previous interval. After
@@ -197,7 +197,7 @@ class OutageLog:
         return True
 
     def logs_return(self, now: float) -> bool:
-        """Return True if this connection is the first, or the first since a logged failure, and must be logged."""
+        """Return True if this connection must be logged, being either the first or the first since a logged failure."""
         self._next_at = min(self._next_at, now + _INITIAL_SILENCE_SECONDS)
         self._wait = _INITIAL_SILENCE_SECONDS
         logged = self._logged
@@ -348,7 +348,7 @@ class ServiceStream:
 
     def _messages(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the hello, heartbeats and queued items. A long queue does not hold up heartbeats that carry news."""
-        # The switch learns of a new term only at the model's next step, which may be a long way off.
+        # The switch learns of a new term only at the model's next step, which may be a long time away.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
         heartbeats = HeartbeatSchedule(self._runtime.now())

@@ -1,4 +1,4 @@
-"""Closed loop of a policy along a trace: it decides on one window and is scored on the steps that follow."""
+"""Closed-loop evaluation of policies over a trace: each decides on one window and is scored on the steps after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eplb_service.replay.moves import arrivals
 
 @dataclass(frozen=True)
 class Entrant:
-    """One policy in a closed loop.
+    """One policy in a closed-loop comparison.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Entrant:
     options
         Keyword arguments of ``Contest.decide`` for a policy of ours.
     by_step
-        True if the host splits the tokens of each step over the replicas optimally.
+        True if the host splits each step's tokens optimally over the replicas.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Heat to decide on and to serve, with the number of ranks and slots.
+    """Heat that policies decide on and serve, with the numbers of ranks and slots.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Scenario:
         Number of steps that a decision uses.
     mix_RLE
         float64 ``[R, L, E]``, fraction of each expert's tokens that comes from each source rank, the same in every
-        step. ``None`` if the tokens come evenly from all ranks.
+        step. ``None`` if every expert's tokens come equally from all ranks.
     interval
         Number of steps between decisions; the window length by default.
 
@@ -94,13 +94,13 @@ class Scenario:
         return np.ascontiguousarray(self.heat_TLE[begin : begin + self.window])
 
     def served(self, decision: int) -> np.ndarray:
-        """Return the heat from the end of a decision's window to the next decision, ``[T, L, E]``."""
+        """Return the heat of the interval that follows a decision, ``[T, L, E]``."""
         interval = self.interval or self.window
         begin = self.window + decision * interval
         return np.ascontiguousarray(self.heat_TLE[begin : begin + interval])
 
     def sources(self, decision: int) -> Float64 | None:
-        """Return the tokens by source rank in a decision's window, float64 ``[R, L, E]``."""
+        """Return the number of tokens by source rank in a decision's window, float64 ``[R, L, E]``."""
         return None if self.mix_RLE is None else self.mix_RLE * self.heat(decision).sum(axis=0)
 
 
@@ -110,7 +110,7 @@ LEFT_ALONE = Entrant("left alone", NONE)
 LPLB = Entrant("LPLB (LP)", "SGLang deepseek", by_step=True)
 """DeepSeek's LPLB. It places experts as DeepSeek's EPLB does and solves a linear program on the device in each step.
 
-The score uses the optimum of the program. The time that the device takes to solve it is not included.
+The score uses the program's optimum and does not include the time that the device takes to solve it.
 """
 OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by_step=True)
 OWN = ("flashlb", "deepseek")
@@ -118,7 +118,7 @@ OWN = ("flashlb", "deepseek")
 
 
 def entrants(contest: Contest) -> list[Entrant]:
-    """Return all policies with default settings."""
+    """Return all policies as entrants with default settings."""
     peers = [Entrant(name, name) for name in contest.peers]
     return [LEFT_ALONE, DEFAULT, FULL, *peers, *_by_step(contest)]
 
@@ -156,15 +156,15 @@ def _peer_label(name: str) -> str:
 
 
 def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]) -> dict[str, Any]:
-    """Run all entrants along the scenario, one after another, and return the document of ``eplb bench --json``.
+    """Run all entrants over the scenario, one after another, and return the document of ``eplb bench --json``.
 
-    An entrant that fails is left out and listed under ``failures``. Lists in the document have one entry per decision.
-    Means skip the first decision unless it is the only one, because every policy places from scratch then.
+    An entrant that fails is omitted and listed under ``failures``. Lists in the document have one entry per decision.
+    Means exclude the first decision unless it is the only one, because every policy then places from scratch.
 
     Parameters
     ----------
     contest
-        Processes of the policies.
+        Processes in which the policies run.
     scenario
         Heat, ranks and slots.
     taking_part
@@ -188,7 +188,8 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
         }
         for row in loops(contest, [scenario], taking_part)
     }
-    # The floor is an estimate, so a PAR that was realised with tables bounds it. Splitting by step can go below it.
+    # The floor is only an estimate, so cap it at the lowest PAR realised with tables. Entrants that split by step are
+    # excluded, because they can go below the floor.
     table_labels = [entrant.label for entrant in taking_part if not entrant.by_step]
     table_pars = [policy["par_realised"] for label, policy in policies.items() if label in table_labels]
     return {
@@ -205,9 +206,9 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
 
 
 def _floor(scenario: Scenario) -> float:
-    """Return the noise floor of the served steps, estimated from the changes of rank loads from step to step.
+    """Return the noise floor of the served steps, estimated from step-to-step changes in rank loads.
 
-    The loads are those in the engines' initial layout.
+    The loads are those under the engines' initial layout.
     """
     initial = first_scene(scenario.heat(0), scenario.ranks, scenario.slots)
     placement = Placement(initial.placement_LRS, scenario.heat_TLE.shape[2])
@@ -219,7 +220,7 @@ def _floor(scenario: Scenario) -> float:
 
 
 def _source(entrant: Entrant) -> str:
-    """Return the package that an entrant's policy comes from, with the version of a peer's package."""
+    """Return the name of the package that provides an entrant's policy, followed by its version for a peer."""
     package = PEERS[entrant.policy][0] if entrant.policy in PEERS else None
     return "eplb-service" if package is None else f"{package.name} {package.version}"
 
@@ -227,7 +228,7 @@ def _source(entrant: Entrant) -> str:
 def loops(
     contest: Contest, scenarios: Sequence[Scenario], taking_part: Sequence[Entrant]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the results of each entrant on each scenario. An entrant that fails on a scenario yields nothing there."""
+    """Yield each entrant's result for each scenario. Combinations in which the entrant fails are skipped."""
     for scenario in scenarios:
         for entrant in taking_part:
             row = _loop(contest, scenario, entrant)
@@ -236,7 +237,7 @@ def loops(
 
 
 def _loop(contest: Contest, scenario: Scenario, entrant: Entrant) -> dict[str, Any] | None:
-    """Run one entrant along a scenario; return ``None`` if a decision fails.
+    """Run one entrant over a scenario and return its result, or ``None`` if a decision fails.
 
     All lists in the result have one entry per decision. The first decision starts from the engines' initial layout.
     """
@@ -290,12 +291,12 @@ def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> De
 
 
 def realised_mean(row: Mapping[str, Any]) -> float:
-    """Return the mean realised PAR without the first decision, over the windows that have tokens."""
+    """Return the mean realised PAR per decision, excluding the first decision and intervals without tokens."""
     return float(mean_par(np.array(row["realised"][1:] or row["realised"])))
 
 
 def moves_after_first(row: Mapping[str, Any]) -> int:
-    """Return the number of slots moved after the first decision."""
+    """Return the total number of slots moved by all decisions except the first."""
     return int(sum(row["moves"][1:]))
 
 

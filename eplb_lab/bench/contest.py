@@ -1,7 +1,7 @@
 """Processes in which policies decide, one process per policy, warmed up before anything is measured.
 
-A policy that crashes or hangs affects only its own figures. Ours and the peers run in the same kind of process, on one
-thread each. Time limits count CPU time, so that a busy machine does not exclude a policy.
+A policy that crashes or hangs affects only its own figures. Our policies and the peers run in the same kind of process,
+each on one thread. Time limits count CPU time, so that a busy machine does not exclude a policy.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Contest:
     peers
         Names of the peers, as in ``balancers.PEERS``.
     index
-        URL of the package index to fetch the peers' sources from. Empty to use only sources that are already cached.
+        URL of the package index from which to fetch the peers' sources; empty to use only cached sources.
     limit_seconds
-        CPU seconds after which a decision times out. It also times out if its process is blocked.
+        CPU seconds after which a decision times out. A decision also times out if its process is blocked.
     report
-        Function that is called with each line for the user.
+        Callback that receives each line of output for the user.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Contest:
         scene
             Window and current layout.
         fresh
-            True to create the policy, False to continue with the one of the last decision and its state.
+            True to create a new policy; False to keep using the last decision's policy, with its state.
         options
             Keyword arguments of ``_Ours`` if the name is ``ours``.
         """
@@ -100,25 +100,25 @@ class Contest:
         Returns
         -------
         list of str
-            Policies that returned a decision.
+            Names of the policies that returned a decision.
         """
         small = Scene(scene.heat_TLE[:, :2], scene.placement_LRS[:2], scene.tables_RLE[:, :2])
         return [name for name in dict.fromkeys(names) if self.decide(name, small) is not None]
 
     def restart(self, name: str) -> None:
-        """End the policy's process. Its next decision starts a new one."""
+        """Terminate the policy's process. The policy's next decision starts a new one."""
         if name in self._processes:
             self._processes.pop(name).end()
 
     def close(self) -> None:
-        """End all processes."""
+        """Terminate all processes."""
         for name in list(self._processes):
             self.restart(name)
 
     def _ask(self, name: str, maker: Callable[[], Policy] | None, scene: Scene) -> Decision | None:
         """Run one decision in the policy's process.
 
-        If ``maker`` is ``None``, the policy of the last call decides. The result is ``None`` if the decision fails.
+        If ``maker`` is ``None``, the policy from the last call decides. The result is ``None`` if the decision fails.
         """
         if name not in self._processes:
             self._processes[name] = _Process()
@@ -139,7 +139,7 @@ class Contest:
     def _fetch(self, name: str, index: str) -> bool:
         """Fetch a peer's sources and return True if they are available. Report a failure.
 
-        After one time-out of the index, peers that are not cached fail without another request.
+        Once the index has timed out, peers that are not cached fail without another request.
         """
         package = balancers.PEERS[name][0]
         try:
@@ -158,9 +158,9 @@ class Contest:
 
 
 _WALL_PER_CPU = 20.0
-"""Wall-clock seconds per CPU second of the limit. Generous, because a busy machine slows every policy down."""
+"""Wall-clock seconds allowed per CPU second of the limit. Generous, because a busy machine slows every policy."""
 _IDLE_SECONDS = 15.0
-"""Seconds between measurements of a process's CPU time. A process that computes gets some, even on a busy machine."""
+"""Seconds between measurements of a process's CPU time. A running process gets some, even on a busy machine."""
 _IDLE_FRACTION = 0.003
 """CPU use, as a fraction of one core, at or below which a process counts as blocked."""
 
@@ -180,10 +180,10 @@ class _Process:
     def ask(
         self, maker: Callable[[], Policy] | None, scene: Scene, limit_seconds: float
     ) -> Decision | str | None:
-        """Return the decision or an error text, or ``None`` if the process has exited, is blocked or timed out."""
+        """Return the decision or an error message, or ``None`` if the process has exited, is blocked or timed out."""
         try:
             if not self._ready:
-                # Start-up can be slow on a busy machine, and must not count towards the decision.
+                # Startup can be slow on a busy machine, and must not count towards the decision's time limit.
                 if not self._wait_for_result(limit_seconds):
                     return None
                 self._ready = self._link.recv()
@@ -221,7 +221,7 @@ class _Process:
         return f"its process exited with code {code}"
 
     def end(self) -> None:
-        """End the process."""
+        """Terminate the process."""
         self._link.close()
         self._process.kill()
         self._process.join()
@@ -230,7 +230,7 @@ class _Process:
 def _cpu_seconds(process: int | None) -> float | None:
     """Return the CPU time of a process and all its threads, or ``None`` if it cannot be read."""
     try:
-        # The name of the program is in parentheses and may contain spaces.
+        # The program name is in parentheses and may contain spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -252,7 +252,7 @@ def _serve_decisions(link: Connection) -> None:
             maker, scene, limit_seconds = link.recv()
         except EOFError:
             return
-        # The signal ends this process, even inside a library that never returns to Python.
+        # The signal terminates this process, even inside a library call that never returns to Python.
         signal.setitimer(signal.ITIMER_PROF, limit_seconds)
         result = _decide(maker, scene)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -262,7 +262,7 @@ def _serve_decisions(link: Connection) -> None:
 def why_not_served(decision: Decision, scene: Scene) -> str | None:
     """Return the reason why ranks cannot serve a decision, or ``None`` if they can.
 
-    A placement that has an expert twice on the same rank is valid.
+    A placement may hold an expert twice on the same rank.
     """
     try:
         placed_LRS = np.asarray(decision.placement_LRS)
@@ -281,7 +281,7 @@ def why_not_served(decision: Decision, scene: Scene) -> str | None:
 
 
 _POLICY: list[Policy] = []
-"""Policy of this process with its state: one entry after the first decision."""
+"""This process's policy, with its state. The list is empty until the first decision."""
 
 
 def _decide(maker: Callable[[], Policy] | None, scene: Scene) -> Decision | str:
@@ -295,7 +295,7 @@ def _decide(maker: Callable[[], Policy] | None, scene: Scene) -> Decision | str:
 
 
 def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
-    """Return the window with the engines' initial layout, in which experts are placed in order.
+    """Return a scene with a window and the engines' initial layout, in which experts are placed in order.
 
     Parameters
     ----------
@@ -319,7 +319,7 @@ def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
 
 
 class _Ours:
-    """Our planner, or a policy of the user, on one thread.
+    """Our planner, or a user's policy, on one thread.
 
     Parameters
     ----------
@@ -340,7 +340,7 @@ class _Ours:
         self._function = external_policy(external) if external else None
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide on one window. The measured time includes the validation of the heat."""
+        """Decide on one window. The measured time includes validating the heat."""
         if self._function is not None:
             return self._decide_externally(scene, self._function)
         settings, search = with_options(PlannerSettings(threads=1), self._options)

@@ -1,4 +1,4 @@
-"""Input and output of a decision, in the same form for every policy."""
+"""Input and output of a decision, in a form common to all policies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Scene:
     tables_RLE
         int32 ``[R, L, E]``, current tables.
     source_RLE
-        float64 ``[R, L, E]``, tokens by source rank, summed over the window. ``None`` if they come evenly from all
-        ranks.
+        float64 ``[R, L, E]``, number of tokens by source rank, summed over the window. ``None`` if they come equally
+        from all ranks.
     """
 
     heat_TLE: Int32
@@ -37,7 +37,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Decision:
-    """New layout that a policy chooses, and the time that the decision took.
+    """New layout chosen by a policy, and the time that the decision took.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Scores of placements from any policy, including peers that place an expert twice on the same rank.
+"""Score placements from any policy, including peers that place an expert twice on the same rank.
 
 This code is independent of the planner's scoring, so that the planner is not scored by its own code.
 """
@@ -91,7 +91,7 @@ def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Flo
 
 
 def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
-    """Return the engines' tables, int32 ``[R, L, E]``: rank ``r`` sends to replica ``r % replicas`` in order of slots.
+    """Return the engines' tables, int32 ``[R, L, E]``: rank ``r`` sends to replica ``r % replicas``, in slot order.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
 def realised_par(
     heat_TLE: npt.NDArray[np.generic], slots: int, tables_RLE: Int32, mix_RLE: Float64 | None = None
 ) -> Float64:
-    """Return the mean PAR per layer if tokens are dispatched by tables, float64 ``[L]``.
+    """Return the mean PAR per layer when tokens are dispatched by tables, float64 ``[L]``.
 
-    Tokens are whole: the source rank of each is sampled.
+    Tokens are whole: each token's source rank is sampled.
 
     Parameters
     ----------
@@ -127,8 +127,8 @@ def realised_par(
     tables_RLE
         int32 ``[R, L, E]``, physical slot to which each source rank sends each expert's tokens.
     mix_RLE
-        float64 ``[R, L, E]``, fraction of each expert's tokens that comes from each source rank. ``None`` if the
-        tokens come evenly from all ranks.
+        float64 ``[R, L, E]``, fraction of each expert's tokens that comes from each source rank. ``None`` if every
+        expert's tokens come equally from all ranks.
 
     Examples
     --------
@@ -149,7 +149,7 @@ def realised_par(
 
 
 def sampled_loads(source_TRE: npt.NDArray[np.generic], slots: int, table_RE: Int32) -> Float64:
-    """Return the rank loads of one layer, float64 ``[T, R]``, if the source rank of each token has been recorded.
+    """Return one layer's rank loads, float64 ``[T, R]``, given the recorded source rank of each token.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def sampled_loads(source_TRE: npt.NDArray[np.generic], slots: int, table_RE: Int
 
 
 def peak_to_average(load_TR: Float64) -> float:
-    """Return the PAR of rank loads ``[T, R]``, averaged over the steps that have tokens; NaN if all are empty.
+    """Return the PAR of rank loads ``[T, R]``, averaged over the steps that have tokens; NaN if there are none.
 
     Examples
     --------

@@ -33,7 +33,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NU
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """Balancers of other projects, and the limit for all balancers."""
+    """Options for other projects' balancers, and the time limit for all balancers."""
 
     SECTION: ClassVar[str] = "Peers"
 
@@ -50,7 +50,7 @@ class PeerOptions:
     )
 
     def balancers(self) -> list[str]:
-        """Return the names of the balancers in the packages. Raises ``UserError`` if a package has no balancer."""
+        """Return the names of the selected packages' balancers. Raises ``UserError`` if a package has no balancer."""
         from eplb_lab.bench.peers.balancers import PEERS
 
         available = list(dict.fromkeys(package.name for package, _ in PEERS.values()))

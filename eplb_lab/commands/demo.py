@@ -36,21 +36,21 @@ _FAILED_EXIT_CODE = 1
 
 
 class _Workload(NamedTuple):
-    """Work of the rank processes."""
+    """Workload of the rank processes."""
 
     sizes: tuple[int, int, int]
     """Numbers of steps, layers and experts."""
     choices: int
-    """Experts that a token chooses; 0 for the heat of a trace."""
+    """Number of experts that a token chooses; 0 for a trace."""
     program: str
     """Module that each rank runs."""
     orders: dict[str, Any]
-    """Instructions for the program."""
+    """Additional fields of the ranks' task."""
 
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """Choice of the model or trace to serve."""
+    """Options that select the model or trace to serve."""
 
     SECTION: ClassVar[str] = "What the ranks serve"
 
@@ -98,7 +98,7 @@ class WorkloadOptions:
             )
 
     def workload(self) -> _Workload:
-        """Read the model's sizes or the trace, and return the ranks' work."""
+        """Read the model's sizes or the trace, and return the ranks' workload."""
         if self.trace is not None:
             sizes, orders = _trace(self.trace, self.steps or _TRACE_STEPS)
             return _Workload(sizes, 0, "eplb_lab.ranks.rank", orders)
@@ -180,7 +180,7 @@ def demo(
 
 
 def _perform(stage: Stage, workload: _Workload, json: Path | None, picture: Path | None) -> None:
-    """Run the demo, show it, and write the results. Exits with 1 if the run fails or its checks do."""
+    """Run the demo, show it, and write the results. Exits with 1 if the run or one of its checks fails."""
     from eplb_lab.demo import summary
     from eplb_lab.demo.ranks import RankDiedError
     from eplb_lab.demo.stage import perform
@@ -208,7 +208,7 @@ def _perform(stage: Stage, workload: _Workload, json: Path | None, picture: Path
 def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:
     """Raise ``UserError`` if grouped experts cannot be served.
 
-    They have no replicas, and each token chooses the same number of experts on every rank.
+    Grouped experts have no replicas, and each token chooses the same number of experts on every rank.
     """
     if has_replicas:
         raise UserError(
@@ -223,7 +223,7 @@ def _check_grouped(ranks: int, choices: int, *, has_replicas: bool) -> None:
 
 
 def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return T, L and E of the first steps of a trace on a selection of its layers, and the task for its ranks."""
+    """Return T, L and E for the first steps and some layers of a trace, and additional fields of the ranks' task."""
     import numpy as np
 
     from eplb_core.heat.window import HeatError

@@ -1,1 +1,1 @@
-"""Stage of the demo: runs rank processes with a service, scores their balance, and shows it."""
+"""The demo's stage: runs rank processes with a service, scores how well they are balanced, and shows the result."""

@@ -16,7 +16,7 @@ _SHOWN_STDERR_LINES = 3
 
 
 class RankDiedError(RuntimeError):
-    """A rank process failed; the message has the last lines of its stderr."""
+    """Raised if a rank process fails. The message contains the last lines of its stderr."""
 
 
 def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, Any], None, None]:
@@ -29,7 +29,7 @@ def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, An
     program
         Module that each process runs.
     task
-        File with the task of all ranks. Each rank's stderr is written next to it.
+        File that contains the ranks' task. Each rank's stderr is written next to it.
     ranks
         R, the number of processes.
     """
@@ -76,12 +76,12 @@ def _start_rank(program: str, task: Path, rank: int) -> subprocess.Popen[str]:
 
 
 def _stderr_file(task: Path, rank: int) -> Path:
-    """Return the file for a rank's stderr, in the folder of its task."""
+    """Return the path of a rank's stderr file, which is in the task file's directory."""
     return task.with_name(f"rank{rank}.stderr")
 
 
 def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-    """Enqueue the lines of a process, then ``None`` when it has closed its output."""
+    """Enqueue each line of a process's output, then ``None`` once the process has closed its output."""
     with process:
         for line in process.stdout or ():
             lines.put(line)

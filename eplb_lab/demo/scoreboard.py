@@ -1,4 +1,4 @@
-"""Scoreboard of a demo, which assembles the reports of all ranks step by step."""
+"""Scoreboard of a demo, assembled step by step from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from eplb_core.placement import Float64, mean_par, par
 _Int64 = npt.NDArray[np.int64]
 
 _ROUNDING_STEPS = 64
-"""Float32 rounding errors, relative to the largest output, that a different order of the same sums may cause."""
+"""Maximum effect of reordering sums on an output, as a multiple of the float32 epsilon times the largest output."""
 
 
 class Scoreboard:
-    """Loads, times and counts of all ranks. A step is included when all ranks have reported it.
+    """Loads, times and counts of all ranks. A step is included once all ranks have reported it.
 
     Parameters
     ----------
@@ -60,11 +60,11 @@ class Scoreboard:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Newest report of rank 0, for fields that are equal on all ranks."""
+        """Latest report from rank 0, for fields that are the same on all ranks."""
         return self._last[0]
 
     def column(self, name: str, last: int | None = None) -> list[list[Any]]:
-        """Return a field of the steps, by rank and step, for all steps or the ``last`` ones."""
+        """Return the values of a field, indexed by rank and then by step, for all steps or only the ``last`` ones."""
         first = 0 if last is None else max(0, self.steps - last)
         return [[row[name] for row in rows[first : self.steps]] for rows in self._rows]
 
@@ -122,7 +122,7 @@ class Scoreboard:
 
     @property
     def first_switched_step(self) -> int | None:
-        """First step served with a switched layer, or ``None``."""
+        """First step that was served with a switched layer, or ``None`` if there is none."""
         epochs = self.column("epoch")[0]
         return next((step + 1 for step, epoch in enumerate(epochs) if epoch > 0), None)
 
@@ -137,16 +137,16 @@ class Scoreboard:
 
     @property
     def worst_difference(self) -> float:
-        """Largest absolute difference between outputs of the live and the still layers."""
+        """Largest absolute difference between the outputs of the live (balanced) and still (unbalanced) layers."""
         return max(float(line.get("worst_difference", 0.0)) for line in self._last)
 
     @property
     def rounding_bound(self) -> float:
-        """Upper bound on ``worst_difference`` if only float32 rounding causes it."""
+        """Upper bound on ``worst_difference`` if float32 rounding is its only cause."""
         largest = max(float(line.get("largest_output", 0.0)) for line in self._last)
         return _ROUNDING_STEPS * float(np.finfo(np.float32).eps) * max(largest, 1.0)
 
     @property
     def halted(self) -> str | None:
-        """Reason why a rank stopped balancing, or ``None``."""
+        """Reason why a rank stopped balancing, or ``None`` if none has."""
         return next((str(line["halted"]) for line in self._last if line.get("halted")), None)

@@ -1,4 +1,4 @@
-"""Run of a demo: a service, rank processes that serve a model or a trace, and the scoreboard."""
+"""Run a demo with a service, rank processes that serve a model or a trace, and a scoreboard."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _EMBEDDED = Path(__file__).parents[1] / "model" / "byte-moe"
 _DEVICE = Path(__file__).with_name("h100.json")
 DEVICE_NAME = "H100"
 DEVICE_TOKENS = 128
-"""Tokens of the emulated device per token of the demo.
+"""Number of tokens on the emulated device that each token of the demo represents.
 
-The demo has a few dozen tokens per step. With so few, reading the weights would dominate the time of a device.
+The demo has only a few dozen tokens per step. With so few, reading the weights would dominate a device's step time.
 """
 DEVICE_LAYERS = 58
-"""Number of MoE layers of DeepSeek-V3. Each layer of the demo represents an equal share of them."""
+"""Number of MoE layers in DeepSeek-V3. Each layer of the demo represents an equal share of them."""
 
 Watch = Callable[[Scoreboard, str], None]
 """Callback that receives the scoreboard and a status line after each change."""
@@ -45,9 +45,9 @@ class _DemoError(ValueError):
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes and balancing settings of a run.
+    """Sizes and balancing settings of a demo run.
 
-    Raises ``PlacementError`` or ``_DemoError`` if the experts do not fit the slots.
+    Raises ``PlacementError`` or ``_DemoError`` if the experts do not fit in the slots.
 
     Parameters
     ----------
@@ -62,9 +62,9 @@ class Stage:
     redundant
         Number of redundant slots per layer, over all ranks.
     dispatcher
-        Dispatcher of the tokens, as for ``eplb demo --dispatcher``.
+        Token dispatcher, as for ``eplb demo --dispatcher``.
     split
-        Split of an expert's tokens over its replicas, as for ``eplb demo --split``.
+        Method of splitting an expert's tokens over its replicas, as for ``eplb demo --split``.
     window
         Number of steps that a decision uses.
     interval
@@ -72,9 +72,9 @@ class Stage:
     policy
         Policy of the service that the demo starts.
     seed
-        Seed of the requests or tokens, and of the solver.
+        Seed for the requests or tokens, and for the solver.
     service
-        Address of a running service. ``None`` to start one.
+        Address of a running service; ``None`` to start one.
     metrics
         ``host:port`` for the metrics and the web page of the service that the demo starts.
     deployment
@@ -112,14 +112,14 @@ class Stage:
 
 
 def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
-    """Return the number of MoE layers, experts, and choices per token of a model. Does not need torch.
+    """Return a model's numbers of MoE layers, experts, and choices per token. Does not need torch.
 
-    Raises ``FileNotFoundError`` if the folder does not exist, and ``_DemoError`` if it has no experts.
+    Raises ``FileNotFoundError`` if the directory does not exist, and ``_DemoError`` if the model has no experts.
 
     Parameters
     ----------
     checkpoint
-        Folder of the checkpoint, ``None`` for the embedded model.
+        Checkpoint directory; ``None`` for the embedded model.
     """
     checkpoint = checkpoint or _EMBEDDED
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
     orders
         Fields of the ranks' task in addition to those from the stage. Arrays are passed as files.
     watch
-        Callback for progress.
+        Progress callback.
     """
     board = Scoreboard(stage.ranks, stage.layers)
     with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:
@@ -193,7 +193,7 @@ def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[st
 
 @contextmanager
 def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
-    """Run a service on a thread of this process and yield it when its solver is compiled. Raise errors of its start."""
+    """Run a service on a thread of this process, and yield it once its solver is compiled. Raises startup errors."""
     started: Future[RunningService] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Summary of a demo: figures for ``--json``, a table, and the check of the outcome."""
+"""Summary of a demo: figures for ``--json``, a table, and a check of the outcome."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from eplb_lab.demo.scoreboard import Scoreboard
 from eplb_lab.demo.stage import DEVICE_TOKENS, Stage, device_text
 
 _MOGE = "moge"
-"""Dispatcher of grouped experts. Each token chooses the same number on every rank, so the ranks are always balanced."""
+"""Dispatcher for grouped experts. Ranks are always balanced: each token chooses equally many experts on every rank."""
 
 
 def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
     """Return the figures of a finished run.
 
-    All PARs are realised PARs per step. They cover the same steps, from the first switch of a layer to the end.
+    All PARs are realised PARs per step. They cover the same steps, from the first layer switch to the end.
     """
     scored_from = board.first_switched_step or 0
     floor_L = noise_floor(board.counts()[scored_from:].sum(axis=2), board.ranks)
@@ -52,7 +52,7 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
 
 
 def _gain(board: Scoreboard, first: int) -> dict[str, Any]:
-    """Return the mean gain per step of the emulated devices, minus the agent's time, with the figures behind it."""
+    """Return the emulated devices' mean gain per step, net of the agent's time, and the figures that it is based on."""
     live_ms, still_ms, agent_ms = (
         float(board.milliseconds(kind)[first:].mean()) if board.steps > first else 0.0
         for kind in ("live", "still", "agent")

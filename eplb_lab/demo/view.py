@@ -1,4 +1,4 @@
-"""Display of a running demo: a live view on a terminal, log lines otherwise, and the last view as a picture."""
+"""Display of a running demo as a live view or as log lines. The last view can be saved as a picture."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class Screen:
-    """Display of the scoreboard: a live view on a terminal, and a line every few seconds otherwise.
+    """Display of the scoreboard: a live view in a terminal, or a line every few seconds otherwise.
 
     Parameters
     ----------
     console
         Console to print to.
     live
-        Live display of the terminal. ``None`` if the output is not a terminal.
+        Live display in the terminal; ``None`` if the output is not a terminal.
     steps
-        Number of steps of the demo.
+        Number of steps in the demo.
     """
 
     def __init__(self, console: Console, live: Live | None, steps: int) -> None:
@@ -103,7 +103,7 @@ def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> N
     console.print(view)
     console.print()
     console.print(summary)
-    # Rich refers to web fonts. Remove them, so that the picture needs no network access.
+    # Rich references web fonts. Remove these references, so that viewing the picture needs no network access.
     write_atomically(path, _WEB_FONT.sub("", console.export_svg(title="eplb demo")).encode())
 
 
@@ -144,7 +144,7 @@ def _layers_table(board: Scoreboard) -> Table:
 
 
 def _bars(values: Float64) -> Text:
-    """Return one block per value, with height relative to the highest value. Hot ranks are red, warm ones yellow."""
+    """Return one block character per value, scaled to the highest value. Hot ranks are red, warm ones yellow."""
     highest = max(float(values.max()), 1e-9)
     mean = max(float(values.mean()), 1e-9)
     text = Text()

@@ -1,1 +1,1 @@
-"""Checker of recorded histories: it verifies, step by step, that the ranks of a group always had one placement."""
+"""Checker for recorded histories. It verifies that all ranks of a group had the same placement at every step."""

@@ -1,11 +1,11 @@
-"""Check of recorded histories for the promises of ARCHITECTURE.md: ``python -m eplb_lab.history.check FOLDER``.
+"""Check recorded histories against the guarantees in ARCHITECTURE.md: ``python -m eplb_lab.history.check FOLDER``.
 
-The promises are:
+The guarantees are:
 
 - At every step, all ranks serve the same placement.
 - All ranks commit a layer at the same step. Its experts were staged by the layer's own transfer, and every rank was
-  ready in the vote that decided it.
-- Heat is reported under the placement that it was counted under.
+  ready in the vote that committed it.
+- Heat is reported under the placement under which it was counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUMBER = TypeAdapter(StrictInt)
 
 
 class HistoryError(ValueError):
-    """A folder or file that is not a complete history of a group. The message names it and the reason."""
+    """Raised if a directory or file is not a group's complete history. The message gives its path and the reason."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class _RankHistory:
 
 
 def read_histories(folder: Path) -> dict[str, list[_RankHistory]]:
-    """Read all histories in a folder.
+    """Read all histories in a directory.
 
     Parameters
     ----------
     folder
-        Folder with the files ``rank-*.jsonl`` of one or more groups.
+        Directory with the files ``rank-*.jsonl`` of one or more groups.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def _parse_line(number: int, text: str) -> Line:
 
 
 def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
-    """Yield a message for each broken promise.
+    """Yield a message for each violated guarantee.
 
     Parameters
     ----------
@@ -144,8 +144,8 @@ def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
 
     Examples
     --------
-    Two ranks commit layer 0 at step 4, but rank 1 gets a placement with another digest, and neither rank has recorded a
-    vote:
+    Two ranks commit layer 0 at step 4, but rank 1 gets a placement with a different digest, and neither rank has
+    recorded a vote:
 
     >>> def history(rank, digest):
     ...     start = {"kind": "start", "epoch": 0, "digest": 7, "layer_epochs": [0]}
@@ -179,9 +179,10 @@ def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     first_records: dict[str, tuple[int, str]] = {}
     for history in ranks:
         for line in history.lines:
-            # If a rank missed the outcome of a vote that did not commit, its line says nothing about the outcome.
+            # If a rank missed the outcome of a vote that did not commit, its line does not contain the outcome.
             if line["kind"] == "vote" and (line["heard"] or line["decision"] == "COMMIT"):
-                # A rank that missed a call counts the vote later than its peers. Commit steps must not differ.
+                # A rank that missed a call counts the vote at a later step than its peers, so compare steps only for
+                # commits.
                 step = f" at step {line['step']}" if line["decision"] == "COMMIT" else ""
                 name = f"vote {line['number']}"
                 record = line["decision"] + step
@@ -270,7 +271,7 @@ def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
 
 
 def main() -> None:
-    """Check the folder in the first argument. Exit with 1 if a promise was broken, or 2 if the folder is not valid."""
+    """Check the given directory. Exit with 1 if a guarantee is violated, or 2 if the directory is invalid."""
     try:
         if len(sys.argv) != 2:
             raise HistoryError("usage: python -m eplb_lab.history.check FOLDER")

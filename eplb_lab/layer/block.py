@@ -34,8 +34,8 @@ class MoEBlock(torch.nn.Module):
     Raises
     ------
     ValueError
-        If the router has fewer experts than the layer, if it has more although ``free_experts`` is not given, or if
-        ``free_experts`` is given although both have the same number.
+        If the router has fewer experts than the layer, if it has more but ``free_experts`` is not given, or if
+        ``free_experts`` is given but both have the same number.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class MoEBlock(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the block's outputs in the shape of ``hidden``.
 
-        Raises ``ValueError`` if the input does not fit the router or the layer.
+        Raises ``ValueError`` if the input does not match the router or the layer.
 
         Parameters
         ----------
         hidden
             ``[T, H]`` or ``[batch, T, H]``.
         logits
-            Router logits ``[..., E]``, with those for the free experts at the end.
+            Router logits ``[..., E]``; the free experts' logits come last.
         active_T
             Mask of the real tokens, bool.
         phase

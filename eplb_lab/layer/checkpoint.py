@@ -1,4 +1,4 @@
-"""Loader of a checkpoint's expert tensors into the local slots."""
+"""Loader that copies a checkpoint's expert tensors into the local slots."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class ExpertLoader:
     prefix
         Prefix of the layer's tensor names.
     projections
-        Names of the gate, up and down projection.
+        Names of the gate, up and down projections.
     tp_rank
-        Index of the tensor-parallel rank, which loads its share of the rows of w1 and w3 and of the columns of w2.
+        Index of the tensor-parallel rank, which loads its shard: some of the rows of w1 and w3 and of the columns of
+        w2.
     tp_size
         Number of tensor-parallel ranks that share an expert.
 
@@ -82,7 +83,8 @@ class ExpertLoader:
     def load(self, name: str, tensor: torch.Tensor) -> int:
         """Copy one checkpoint tensor into the slots of its expert, and return the number of these slots.
 
-        Raises ``ValueError`` if ``name`` is not an expert tensor of this layer, or if the tensor does not fit.
+        Raises ``ValueError`` if ``name`` is not an expert tensor of this layer, or if the tensor has an unsupported
+        shape, data type or value.
         """
         try:
             return self._load(name, tensor)
@@ -134,12 +136,12 @@ class ExpertLoader:
         return w13_S[slot].chunk(2)[self._projections.index(projection)]
 
     def _fitted(self, tensor: torch.Tensor, target: torch.Tensor, split: int) -> torch.Tensor:
-        """Return this rank's share of an expert's tensor, in the shape of ``target``.
+        """Return this rank's shard of an expert's tensor, in the shape of ``target``.
 
         ``split`` is the dimension that is divided among tensor-parallel ranks. A target with fewer dimensions is not
         split.
         """
-        # Numbers of 8 bits or fewer are meaningless without their scales.
+        # Values of 8 bits or fewer are meaningless without their scales.
         is_wide = tensor.is_floating_point() and tensor.itemsize > 1
         if not (is_wide if target.is_floating_point() else tensor.dtype == target.dtype):
             requirement = (

@@ -1,4 +1,4 @@
-"""Assemble a layer from its parts: a kernel of dispatcher and experts, layer options, and one path per dispatcher."""
+"""Assemble a layer from a kernel that combines dispatcher and experts, layer options, and one path per dispatcher."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class ModularKernel:
     ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         """Run this rank's tokens through the experts of all ranks.
 
-        Every rank calls this in every step, even without tokens. With two requests, the tokens of one are in transit
-        while the experts compute the other. All ranks perform their exchanges in the same order: all dispatches, then
-        all combines.
+        Every rank calls this in every step, even if it has no tokens. With two requests, the tokens of one are in
+        transit while the experts compute the other. All ranks perform their exchanges in the same order: all
+        dispatches, then all combines.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class ModularKernel:
         outputs : list of torch.Tensor
             Outputs of each request.
         heat_S : torch.Tensor
-            Number of real token choices computed by each local slot, int64.
+            Number of real token choices dispatched to each local slot, int64.
         shared_outputs : list of torch.Tensor
             Outputs of the shared experts, which are not included in ``outputs``.
         """
@@ -119,10 +119,10 @@ class LayerOptions:
     """Maximum number of tokens that a rank dispatches. If set, experts use the batched format, without quantisation."""
 
     weigh_on_input: bool = False
-    """Multiply the experts' inputs by the weights instead of their outputs; only for K = 1."""
+    """Apply the router weights to the experts' inputs instead of to their outputs. Requires K = 1."""
 
     quantize_before_gather: bool = False
-    """Quantise tokens before they are gathered, so that fewer bytes are sent; only for W8A8 layers."""
+    """Quantise tokens before they are gathered, so that fewer bytes are sent. Requires a W8A8 layer."""
 
     mc2: MC2Variant | None = None
     """Variant of MC2's operators; defaults to the variant for the machine."""
@@ -135,7 +135,7 @@ class LayerOptions:
     """
 
     def check(self, dispatchers: Sequence[str], quantization: str) -> None:
-        """Raise ``ValueError`` if the options do not fit the layer's ``dispatchers`` and ``quantization``."""
+        """Raise ``ValueError`` if the options are incompatible with the layer's ``dispatchers`` or ``quantization``."""
         quantized = quantization != "none"
         names = " and ".join(dispatchers)
         gathers = any(name in SHARED_TOKEN_DISPATCHERS for name in dispatchers)
@@ -160,7 +160,7 @@ class LayerOptions:
 
 
 class LayerGroups(NamedTuple):
-    """Groups of the ranks that a layer is divided over."""
+    """Groups of the ranks over which a layer is distributed."""
 
     ep: RankGroup
     """Expert-parallel group."""
@@ -171,7 +171,7 @@ class LayerGroups(NamedTuple):
     def of(
         cls, ep: dist.ProcessGroup | RankGroup | None, mc2: dist.ProcessGroup | RankGroup | None
     ) -> LayerGroups:
-        """Wrap the groups of a layer. Without ``mc2``, MC2 communicates over ``ep``."""
+        """Wrap a layer's process groups. Without ``mc2``, MC2 communicates over ``ep``."""
         group = RankGroup.of(ep)
         return cls(group, group if mc2 is None else RankGroup.of(mc2))
 
@@ -230,7 +230,7 @@ class LayerPath:
         Raises
         ------
         ValueError
-            If there is no such dispatcher, if the groups do not match, or if the layer exceeds MC2's limits.
+            If there is no such dispatcher, if the groups are inconsistent, or if the layer exceeds MC2's limits.
         """
         group = groups.ep
         variant = (MC2Variant.of(device) if options.mc2 is None else options.mc2).on(device)

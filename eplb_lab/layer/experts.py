@@ -50,7 +50,7 @@ class ExpertBatch:
 
     @property
     def heat_S(self) -> torch.Tensor:
-        """Number of token choices of each local slot, without padding, int64."""
+        """Number of token choices for each local slot, excluding padding, int64."""
         return self.counts_S if self.padding_S is None else self.counts_S - self.padding_S
 
 
@@ -61,7 +61,7 @@ class Experts(Protocol):
     """Format of the rows that ``apply`` receives and returns."""
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype, /) -> torch.Tensor:
-        """Return the output of each row's expert, of ``dtype`` and in the batch's shape.
+        """Return the output of each row's expert, in data type ``dtype`` and in the batch's shape.
 
         The result shares no memory with the batch.
         """

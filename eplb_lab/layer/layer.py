@@ -72,14 +72,14 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         Check top-k ids against E on each call. By default this is done only on a CPU, because the check would make the
         host wait for an accelerator.
     shared_experts
-        Shared experts, which run while tokens are in transit. Their outputs are added.
+        Shared experts, which run while tokens are in transit. Their outputs are added to the layer's outputs.
     options
         Options that change the parts of the layer.
 
     Raises
     ------
     ValueError
-        If placement, table, group and shapes do not fit together.
+        If the placement, table, group and shapes are inconsistent.
 
     Examples
     --------
@@ -175,9 +175,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         Raises
         ------
         ValueError
-            If the arguments do not fit together, as for a new layer. Also if the layer's options contain groups of the
-            old ranks and are not replaced, or if only one of the layer and the new experts has biases. In all cases,
-            the layer is left unchanged.
+            If the arguments are inconsistent, as for a new layer. Also if the layer's options contain groups of the old
+            ranks and are not replaced, or if either the layer or the new experts have biases, but not both. In all
+            cases, the layer is left unchanged.
         """
         if options is None:
             options = self._options
@@ -255,7 +255,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._hold(self.shape.layer, self._method.process_after_load(self._weights(), self._dtype))
 
     def extra_repr(self) -> str:
-        """Return the layer, the rank, and the current expert of each slot."""
+        """Return a summary of the layer, the rank, and the current expert of each slot."""
         expert_of = {int(slot): expert for expert, slot in enumerate(self.expert_map.tolist()) if slot >= 0}
         slots = ", ".join(f"{slot}->{expert_of[slot]}" for slot in sorted(expert_of))
         rank = f"layer {self.shape.layer}, rank {self.ep_rank} of {self.ep_size}"
@@ -263,7 +263,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
 
     @property
     def ep_rank(self) -> int:
-        """Number of this rank in its group."""
+        """Index of this rank in its group."""
         return self._group.rank
 
     @property
@@ -272,7 +272,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         return self._group.size
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Make the split by step use a new placement of all ranks, int32 ``[R, S]``.
+        """Update the split by step for a new placement of all ranks, int32 ``[R, S]``.
 
         Call this on all ranks between the same two steps, when a new placement is written into the layer. It only
         writes into existing tensors.

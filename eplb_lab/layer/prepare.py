@@ -26,7 +26,7 @@ class Prepared:
     """Converts outputs, in the order of the prepared tokens, to the outputs of the rank's own tokens."""
 
     source: slice
-    """Slice of its own tokens for which the rank is the source. If ranks share tokens, each token has one source."""
+    """Slice of the rank's own tokens for which it is the source. If ranks share tokens, each token has one source."""
 
     active_T: torch.Tensor | None = None
     """bool: mask of the real tokens; ``None`` if all are real."""
@@ -47,7 +47,7 @@ def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
 def _rank_slice(tp: RankGroup, tokens: int) -> slice:
     """Return this rank's slice of ``tokens`` consecutive tokens.
 
-    If the ranks do not divide the tokens evenly, the last slices are shorter or empty.
+    If the tokens do not divide evenly among the ranks, the last slices are shorter or empty.
     """
     size = -(-tokens // tp.size)
     return slice(tp.rank * size, (tp.rank + 1) * size)
@@ -67,7 +67,7 @@ class All2AllPreparation:
     ) -> Prepared:
         """Return this rank's slice.
 
-        ``length``, the largest number of tokens of any rank, is only used for ``Prepared.common_tokens``. Tokens are
+        ``length``, the largest number of tokens on any rank, is only used for ``Prepared.common_tokens``. Tokens are
         not padded to it.
         """
         tokens = hidden_TH.shape[0]
@@ -105,7 +105,7 @@ class All2AllPreparation:
 class MC2Preparation(All2AllPreparation):
     """Preparation that pads the tokens to the step's common length before it slices them.
 
-    The common length is the largest number of tokens of any rank of ``ep``, at least one.
+    The common length is the largest number of tokens on any rank of ``ep``, but at least one.
     """
 
     def __init__(self, ep: RankGroup, tp: RankGroup) -> None:
@@ -222,4 +222,4 @@ class AllGatherPreparation:
 
 
 Preparation = All2AllPreparation | AllGatherPreparation
-"""Provides a dispatcher's tokens. A preparation keeps no state between calls."""
+"""Object that prepares a dispatcher's tokens. It keeps no state between calls."""

@@ -81,14 +81,14 @@ class Unquantized:
         return self._product(batch, inner_NI, scale_N, weights.second, dtype)
 
     def activated(self, first_NI: torch.Tensor) -> torch.Tensor:
-        """Return the activation ``[N, I]`` of a first product, computed by the fused operator if there is one."""
+        """Return the activation of a first product, ``[N, I]``, computed by the fused operator if there is one."""
         # The operator does not support empty tensors.
         if self._activation is Activation.SILU and first_NI.shape[0]:
             return self._operators.npu_swiglu(first_NI)
         return self._activation(first_NI)
 
     def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
-        """Multiply floating-point rows by the single matrix of shared experts and add its bias, ``[T, M]``."""
+        """Return floating-point rows times the single matrix of shared experts, plus its bias, ``[T, M]``."""
         weight_1MK, _, bias_1M = matrix
         bias_M = None if bias_1M is None else bias_1M[0].to(rows_TK.dtype)
         return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
@@ -105,7 +105,7 @@ class Unquantized:
         matrices: Matrices,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Multiply each row by the matrix of its slot and add the slot's bias, ``[N, M]``.
+        """Return each row times its slot's matrix, plus the slot's bias, ``[N, M]``.
 
         ``rows_NK`` and ``scale_N`` are in the order of the batch's rows.
         """
@@ -153,7 +153,7 @@ class W8A8(Unquantized):
         return replace(weights, w13_SIH=w13_SIH, w2_SHI=w2_SHI, **scales)
 
     def linear(self, rows_TK: torch.Tensor, matrix: Matrices) -> torch.Tensor:
-        """Quantise the rows and multiply them as one group, ``[T, M]``."""
+        """Quantise the rows, multiply them as one group, and return the product, ``[T, M]``."""
         if not rows_TK.shape[0]:
             return rows_TK.new_empty(0, matrix[0].shape[1])
         int8_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)

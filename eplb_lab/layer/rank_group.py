@@ -49,8 +49,8 @@ class RankGroup:
     def grid(self, tp: int) -> tuple[RankGroup, RankGroup]:
         """Divide the ranks into tensor-parallel groups of ``tp`` consecutive ranks, which share tokens.
 
-        Returns this rank's data-parallel group and its tensor-parallel group. All ranks of the process must call this
-        together. Raises ``ValueError`` if ``tp`` does not divide the number of ranks.
+        Returns this rank's data-parallel group and its tensor-parallel group. All processes of the default group must
+        call this together. Raises ``ValueError`` if ``tp`` does not divide the number of ranks.
 
         Examples
         --------
@@ -135,15 +135,15 @@ class RankGroup:
         return self.all_to_all(rows_TX.repeat(repeats), sizes, sizes)
 
     def reduce_scatter(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """Sum the rows ``[N, ...]`` of all ranks, and return this rank's share of N/R rows."""
+        """Sum the rows ``[N, ...]`` over all ranks, and return this rank's shard of N/R rows."""
         share = rows_NX.shape[0] // self.size
         addends_NX = self.all_to_all(rows_NX, [share] * self.size, [share] * self.size)
         return addends_NX.view(self.size, share, *rows_NX.shape[1:]).sum(dim=0)
 
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """Sum the rows ``[N, ...]`` of all ranks.
+        """Sum the rows ``[N, ...]`` over all ranks.
 
-        The result has the same bits on all ranks, because each row is summed on one rank only.
+        The result is bitwise identical on all ranks, because each row is summed on only one rank.
         """
         if self.size == 1:
             return rows_NX

@@ -23,7 +23,7 @@ class Scoring(str, Enum):
 class Router:
     """Top-k routing with the variants that models use.
 
-    Raises ``ValueError`` if the settings do not fit together.
+    Raises ``ValueError`` if the settings are inconsistent.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Router:
     scoring
         Function that turns logits into scores.
     renormalise
-        Scale the weights of each token to a sum of one.
+        True to scale each token's weights so that they sum to one.
     groups
         Number of groups of consecutive experts.
     top_groups
@@ -110,7 +110,7 @@ class Router:
         if self.top_groups < self.groups:
             biased_TE = biased_TE.masked_fill(~self._eligible(biased_TE), float("-inf"))
         elif softmax and self.correction_bias_E is None:
-            # Use the logits: they have the same order as the scores, but small probabilities may round to ties.
+            # Use the logits, which have the same order as the scores. Small probabilities might be rounded to ties.
             biased_TE = logits_TE
         ids_TK = biased_TE.topk(self.top_k, dim=-1).indices
         if softmax and self.renormalise:
@@ -187,7 +187,7 @@ def balanced_choices(
     device
         Device of the result.
     rank
-        Number of this rank.
+        Index of this rank.
     groups
         Number of groups of consecutive experts. Each token chooses K / ``groups`` experts of every group, as MoGE
         requires.

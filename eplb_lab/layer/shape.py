@@ -1,6 +1,6 @@
-"""Dimensions and activation of an MoE layer, the tokens of a step, and the validation of both.
+"""Dimensions and activation of an MoE layer, the tokens of a step, and their validation.
 
-How invalid input is handled
+Handling of invalid input
     A rank validates everything that it can check locally (shapes, dtypes, devices, expert ids) and raises
     ``ValueError`` before it enters a collective. The remaining ranks, whose input was valid, then block in the first
     exchange of that step. They fail with a torch error when the failed process destroys its group, or when the group's

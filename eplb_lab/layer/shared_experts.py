@@ -24,10 +24,10 @@ class SharedExperts(ExpertTensors):
     layer
         Layer index, for error messages.
     weights
-        Weights as loaded, in one slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, with or without biases. I is the
-        width of all shared experts together. With tensor parallelism, each rank passes its share of I.
+        Weights as loaded, in one slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, with or without biases. I is the width
+        of all shared experts together. With tensor parallelism, each rank passes its shard of I.
     operators
-        Operators that compute on the weights' device.
+        Operators for the weights' device.
     dtype
         Data type of the tokens.
     gate_H
@@ -84,11 +84,11 @@ class SharedExperts(ExpertTensors):
             self.verify(whole)
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Compute the gate and up projection, ``[T, 2*I]``."""
+        """Return the gate and up projections, ``[T, 2*I]``."""
         return self._method.linear(hidden_TH, self._weights().first)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        """Compute activation, down projection and gate, ``[T, H]``, summed over the tensor-parallel ranks."""
+        """Apply activation, down projection and gate. Return the sum over the tensor-parallel ranks, ``[T, H]``."""
         weight_1HI, scale_1H, bias_1H = self._weights().second
         second = weight_1HI, scale_1H, bias_1H if self._tp.rank == 0 else None
         out_TH = self._tp.all_reduce(self._method.linear(self._method.activated(gate_up_TI), second))
@@ -124,7 +124,7 @@ class SharedExperts(ExpertTensors):
                 f"but {list(out_TH.shape)} when split in two; do not split them"
             )
         difference = float((out_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
-        # A difference of NaN must fail as well.
+        # A NaN difference must fail as well.
         if not difference <= tolerance:
             raise ValueError(
                 f"layer {self.layer_index}: shared experts split in two differ from the whole by {difference:.3g} of "

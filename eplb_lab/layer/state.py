@@ -41,7 +41,7 @@ def checked_table(
     phy2log_RS
         Placement, int32 ``[R, S]``.
     rank
-        Number of this rank.
+        Index of this rank.
     ranks
         R, the number of ranks.
     log2phy_E
@@ -59,7 +59,7 @@ def checked_table(
     Raises
     ------
     PlacementError
-        If placement, table, ranks and experts do not fit together.
+        If the placement, table, ranks and experts are inconsistent.
     """
     prefix = f"layer {layer}"
     if phy2log_RS.ndim != 2 or phy2log_RS.shape[0] != ranks:
@@ -106,13 +106,14 @@ class EplbState(torch.nn.Module):
     """int32 ``[E]``: physical id to which this rank sends its tokens of each expert; ``[E, D]`` for a dealing table."""
 
     moe_load: torch.Tensor
-    """int32 ``[W, S]``: number of token choices that each slot computed for all ranks."""
+    """int32 ``[W, S]``: number of token choices that each slot received from all ranks."""
 
     source_load: torch.Tensor | None
-    """int32 ``[W, E]``: choices of this rank's own tokens, by logical expert.
+    """int32 ``[W, E]``: number of choices of this rank's own tokens, by logical expert.
 
-    With every dispatcher, exactly one rank counts a token, so a sum over ranks counts it once. This is the rank that
-    passed the token to ``forward``. If tensor-parallel ranks pass the same tokens, each rank counts a share of them.
+    With every dispatcher, each token is counted by exactly one rank, so a sum over ranks counts it once. This is the
+    rank that passed the token to ``forward``. If tensor-parallel ranks pass the same tokens, each rank counts a share
+    of them.
     """
 
     load_counter: torch.Tensor
@@ -121,7 +122,7 @@ class EplbState(torch.nn.Module):
     def _track(
         self, phy2log_RS: Int32, rank: int, log2phy_E: Int32, heat_rows: int, device: torch.device
     ) -> None:
-        """Register the expert map and the table of a validated placement, and empty heat rings."""
+        """Register the expert map, the table of a validated placement, and zeroed heat rings."""
         slots = phy2log_RS.shape[1]
         experts = log2phy_E.shape[0]
         tables = {
@@ -140,7 +141,7 @@ class EplbState(torch.nn.Module):
         Parameters
         ----------
         received_S
-            Token choices that each local slot computed.
+            Number of token choices that each local slot received.
         ids_N
             Logical experts of this rank's own choices, or -1 for padding choices.
         counts

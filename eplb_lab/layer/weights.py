@@ -20,7 +20,7 @@ A source of biases returns ``[2*I]`` and ``[H]``.
 
 
 def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
-    """Return a source of random float32 experts, which roughly preserve the scale of their input.
+    """Return a source of random float32 experts that roughly preserve the scale of their input.
 
     The weights depend only on the seed, the layer and the expert.
     """
@@ -35,7 +35,7 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
 
 
 Matrices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Matrices ``[S, M, K]`` of one projection, their scales ``[S, M]`` if they are int8, and biases ``[S, M]`` if any."""
+"""Matrices ``[S, M, K]`` of one projection, their scales ``[S, M]`` if they are int8, and any biases ``[S, M]``."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ExpertWeights:
 
     @property
     def first(self) -> Matrices:
-        """Gate and up projection."""
+        """Gate and up projections."""
         return self.w13_SIH, self.w13_scale_SI, self.w13_bias_SI
 
     @property

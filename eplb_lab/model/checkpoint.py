@@ -1,4 +1,4 @@
-"""Reader of the model's checkpoint in Hugging Face's format: ``config.json`` and ``model.safetensors``."""
+"""Reader for the model's checkpoint in Hugging Face format: ``config.json`` and ``model.safetensors``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_lab.layer import ExpertSource
 from eplb_lab.model.transformer import ByteTransformer, ModelConfig
 
 EMBEDDED = Path(__file__).parent / "byte-moe"
-"""Folder of the embedded model, trained by ``tools.train_model``. transformers and vLLM can load it too."""
+"""Directory of the embedded model, trained by ``tools.train_model``. transformers and vLLM can also load the model."""
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -24,7 +24,7 @@ class Checkpoint:
     Parameters
     ----------
     folder
-        Folder with ``config.json`` and ``model.safetensors``.
+        Directory with ``config.json`` and ``model.safetensors``.
     """
 
     def __init__(self, folder: Path = EMBEDDED) -> None:
@@ -32,7 +32,7 @@ class Checkpoint:
         self._path = folder / WEIGHTS
 
     def experts(self, layer: int, dtype: torch.dtype = torch.float32) -> ExpertSource:
-        """Return a function that reads the experts of a block, with weights of type ``dtype``."""
+        """Return a function that reads a block's experts, with weights of data type ``dtype``."""
 
         def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
             with safe_open(self._path, framework="pt") as file:

@@ -32,7 +32,7 @@ _EXPERT = re.compile(r"(model\.layers\.(\d+)\.mlp\.experts)\.")
 
 
 class _ServedBlock(nn.Module):
-    """Expert-parallel MoE block that replaces the block of transformers in a decoder layer.
+    """Expert-parallel MoE block that replaces the transformers block in a decoder layer.
 
     Parameters
     ----------
@@ -71,28 +71,28 @@ def serve_checkpoint(
 ) -> tuple[Any, list[ExpertParallelMoE]]:
     """Create this rank's model of a Qwen3-MoE or DeepSeek-V2 checkpoint, and return it with its MoE layers.
 
-    Raises ``ValueError`` if the checkpoint is of another model or lacks tensors.
+    Raises ``ValueError`` if the checkpoint is of an unsupported model or lacks tensors.
 
     Parameters
     ----------
     folder
-        Folder with ``config.json`` and safetensors files. The rank keeps only the experts of its slots.
+        Directory with ``config.json`` and safetensors files. The rank keeps only the experts in its slots.
     placement
         Placement of the experts in all MoE layers.
     ep_group
         Expert-parallel ranks.
     dispatcher
-        Dispatcher of the tokens, as for ``ExpertParallelMoE``.
+        Token dispatcher, as for ``ExpertParallelMoE``.
     quantization
         Quantisation of the experts.
     split
-        Split of an expert's tokens over its replicas, as in ``LayerOptions``.
+        Method of splitting an expert's tokens over its replicas, as in ``LayerOptions``.
     dealing_width
         Number of replicas per expert and source rank in the dealing table.
     most_rows
         Upper bound on the tokens per rank and step; ``None`` if it is unknown.
     tensor_parallel
-        Number of consecutive ranks that have the same tokens. Each computes a share of the shared experts.
+        Number of consecutive ranks that have the same tokens. Each computes a shard of the shared experts.
     """
     from transformers import AutoConfig
 
@@ -157,7 +157,7 @@ def _load_replicated(model: Any, config: Any, folder: Path) -> None:
 
 
 def _load_experts(folder: Path, layers: list[ExpertParallelMoE], loaders: dict[str, ExpertLoader]) -> None:
-    """Load the experts of this rank's slots; ``loaders`` has one loader per layer by tensor prefix."""
+    """Load the experts in this rank's slots; ``loaders`` maps each layer's tensor prefix to its loader."""
     for name, tensor in _tensors(folder):
         if (expert := _EXPERT.match(name)) and expert[1] in loaders:
             loaders[expert[1]].load(name, tensor)
@@ -198,9 +198,9 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shared(number: int, module: Any, quantization: str, tp_group: RankGroup) -> SharedExperts | None:
-    """Return this tensor-parallel rank's share of a block's shared experts, or ``None`` if the block has none.
+    """Return this tensor-parallel rank's shard of a block's shared experts, or ``None`` if the block has none.
 
-    ``SharedExperts`` checks its outputs against ``module``, the implementation of transformers.
+    ``SharedExperts`` checks its outputs against ``module``, transformers' own implementation.
     """
     if module is None:
         return None

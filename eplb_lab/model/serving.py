@@ -31,7 +31,7 @@ def prompts_by_domain() -> dict[str, list[bytes]]:
 
 
 class Traffic:
-    """Requests to one rank. They depend only on seed, rank, step and row.
+    """Requests for one rank. They depend only on the seed, rank, step and row.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Traffic:
     rank
         Rank that receives the requests.
     seed
-        Seed of the draws.
+        Seed for the random draws.
     """
 
     def __init__(self, steps: int, rank: int, seed: int) -> None:
@@ -65,7 +65,7 @@ class Traffic:
 class Decoder:
     """Model with a key-value cache for a batch of requests, each at its own position.
 
-    A request generates the same bytes whatever the other rows contain.
+    A request generates the same bytes regardless of the other rows.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """Feed one byte per request, int64 ``[B]``, and return the logits of the next byte, ``[B, 256]``.
+        """Feed one byte per request, int64 ``[B]``, and return the logits for the next byte, ``[B, 256]``.
 
         All ranks must run the same number of steps. Raises ``ValueError`` if a request is longer than the context.
         """
@@ -116,7 +116,7 @@ class Decoder:
 class Server:
     """Batch of requests that a ``ByteTransformer`` answers.
 
-    Every request ends after a fixed number of bytes. At the start, each row is at a different position of its request,
+    Every request ends after a fixed number of bytes. At the start, each row is at a different position in its request,
     so that the requests do not all end in the same step. Servers with the same seed draw the same random numbers.
 
     Parameters
@@ -132,7 +132,7 @@ class Server:
     temperature
         Sampling temperature. With 0, the most likely byte is always chosen, and the text soon repeats itself.
     seed
-        Seed of the sampling.
+        Seed for sampling.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Server:
         return np.bincount(self._domains, minlength=len(self._traffic.domains))
 
     def _begin(self, row: int) -> None:
-        """Begin the next request in a row. First requests are shorter by different amounts."""
+        """Begin the next request in a row. The first request in each row is shortened by a different amount."""
         domain, self._prompts[row] = self._traffic.request(self._step, row)
         self._domains[row] = self._traffic.domains.index(domain)
         is_first = self._step == 0
@@ -198,7 +198,7 @@ class LockstepServer:
     model
         Model to run.
     steps
-        Number of steps of all phases together.
+        Total number of steps in all phases.
     rows
         B, the number of requests in the batch.
     length
@@ -206,7 +206,7 @@ class LockstepServer:
     vocabulary
         Number of tokens in the model's vocabulary.
     seed
-        Seed of the prompts.
+        Seed for the prompts.
     """
 
     domains: Sequence[str] = ("first quarter", "second quarter", "third quarter", "last quarter")
@@ -261,7 +261,7 @@ class LockstepServer:
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Sample the next byte of each row from its probabilities, int64 ``[B]``. The temperature divides the logits."""
+    """Return a sample of each row's next byte, int64 ``[B]``. The logits are divided by the temperature."""
     # Gumbel-max trick: the argmax of the logits plus Gumbel noise is a sample from their softmax.
     uniform_BV = torch.rand(logits_BV.shape, dtype=torch.float64, generator=generator)
     noise_BV = -(-uniform_BV.log()).log()

@@ -1,4 +1,4 @@
-"""Byte-level Mixture-of-Experts transformer of the Qwen3-MoE architecture, without its experts.
+"""Byte-level Mixture-of-Experts transformer with the Qwen3-MoE architecture, but without its experts.
 
 Embedding, attention, routers and output head are replicated on every rank. Parameters have the same names as in Hugging
 Face's ``Qwen3MoeForCausalLM``.
@@ -54,7 +54,7 @@ _HUGGING_FACE_NAMES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model of the Qwen3-MoE architecture. The defaults are the sizes of the embedded model.
+    """Sizes of a model with the Qwen3-MoE architecture. The defaults are the sizes of the embedded model.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class ModelConfig:
     kv_heads
         Number of key and value heads. Each is shared by ``heads / kv_heads`` query heads.
     experts
-        E, the number of experts per block. One expert with ``top_k`` 1 is a dense model.
+        E, the number of experts per block. With one expert and a ``top_k`` of 1, the model is dense.
     top_k
         K, the number of choices per token.
     intermediate
@@ -126,7 +126,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention: a function of layer index, queries ``[B, heads, T, width]``, keys and values ``[B, kv_heads, T, width]``.
 
 Queries and keys are already normalised and rotated. The result has the shape of the queries. Training attends to the
-whole text, and serving attends to a key-value cache.
+entire text, and serving to a key-value cache.
 """
 
 
@@ -137,7 +137,7 @@ class Forward:
     Parameters
     ----------
     logits_BTV
-        ``[B, T, 256]``, logits of the next byte.
+        ``[B, T, 256]``, logits for the next byte.
     router_logits_LNE
         Router logits of each block, ``[B*T, E]``.
     """
@@ -219,9 +219,9 @@ class _Backbone(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Transformer from bytes to the logits of the next byte. Its parameters are replicated on every rank.
+    """Transformer that maps bytes to the logits for the next byte. Its parameters are replicated on every rank.
 
-    Raises ``ValueError`` if the number of MoE layers is not the number of blocks.
+    Raises ``ValueError`` if the number of MoE layers differs from the number of blocks.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ class ByteTransformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the parameters."""
+        """Data type of the parameters."""
         return self.lm_head.weight.dtype
 
     def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, attend: Attend) -> Forward:
@@ -287,7 +287,7 @@ def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 
 def attend_to_the_past(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend causally to the whole text. This is the ``Attend`` function for training."""
+    """Attend causally to the entire text. This is the ``Attend`` function for training."""
     shared = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(shared, dim=1)
     v = v.repeat_interleave(shared, dim=1)

@@ -1,4 +1,4 @@
-"""Device that a rank of the demo emulates. Its step time follows a cost curve, and the rank sleeps for that time."""
+"""Device that a demo rank emulates. Its step time follows a cost curve, and the rank sleeps for that long."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Device:
     Parameters
     ----------
     floor_us
-        Microseconds per layer in addition to the slots.
+        Fixed time per layer in microseconds, in addition to the time of the slots.
     read_us
-        Microseconds to read the weights of a slot, the minimum time of a slot with tokens.
+        Time to read a slot's weights in microseconds. It is the minimum time for a slot with tokens.
     launch_us
-        Microseconds per slot with tokens, in addition to the time of the tokens.
+        Fixed time per slot with tokens in microseconds, in addition to the time of the tokens.
     slope_us
-        Microseconds per token.
+        Time per token in microseconds.
     tokens
-        Tokens of the device per token of the demo.
+        Number of tokens on the device that each token of the demo represents.
     layers
-        Number of MoE layers of the device's model. Each layer of the demo represents an equal share of them.
+        Number of MoE layers in the device's model. Each layer of the demo represents an equal share of them.
 
     Examples
     --------
@@ -47,7 +47,7 @@ class Device:
     layers: int
 
     def step_ms(self, slot_tokens: Sequence[torch.Tensor]) -> float:
-        """Return the milliseconds of a step on this rank from the tokens of each slot, ``[S]`` per layer."""
+        """Return a step's duration on this rank in milliseconds, given the tokens of each slot, ``[S]`` per layer."""
         us = 0.0
         for tokens_S in slot_tokens:
             busy_S = tokens_S[tokens_S > 0].to(torch.float64) * self.tokens
@@ -62,12 +62,12 @@ def sleep_until(start: float, ms: float) -> None:
 
 
 def slot_tokens(layers: Sequence[ExpertParallelMoE]) -> list[torch.Tensor]:
-    """Return the tokens of each slot in the last step, ``[S]`` per layer."""
+    """Return the number of tokens that each slot received in the last step, ``[S]`` per layer."""
     return [_last_row(layer) for layer in layers]
 
 
 def _last_row(layer: ExpertParallelMoE) -> torch.Tensor:
-    """Return the layer's load in the last step, from its ring of steps."""
+    """Return the layer's load in the last step, from its heat ring."""
     ring_WS = layer.moe_load
     assert ring_WS is not None
     return ring_WS[(int(layer.load_counter) - 1) % ring_WS.shape[0]]

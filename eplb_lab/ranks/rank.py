@@ -1,7 +1,7 @@
 """Rank process of the demo that serves a trace: ``python -m eplb_lab.ranks.rank TASK.json RANK``.
 
-In each step, random tokens are routed so that the choices of each expert match the trace exactly. The same tokens run
-through two sets of layers with the same weights.
+In each step, random tokens are routed so that the number of choices of each expert matches the trace exactly. The same
+tokens run through two sets of layers with the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eplb_lab.ranks.twins import Task, Twins, run
 
 @dataclass(frozen=True, kw_only=True)
 class _DemoTask(Task):
-    """Task of serving a trace. ``_DemoRank`` runs it.
+    """Task of serving a trace, run by ``_DemoRank``.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class _DemoTask(Task):
 
 
 class _DemoRank:
-    """Layers of a rank: the balanced ones, and copies that keep the initial layout."""
+    """A rank's layers: the balanced ones, and copies that keep the initial layout."""
 
     def __init__(self, task: _DemoTask, rank: int, group: dist.ProcessGroup) -> None:
         self._task = task
@@ -69,7 +69,7 @@ class _DemoRank:
         )
 
     def _one_step(self, step: int) -> dict[str, object]:
-        """Run a step of both sets of layers, compare their outputs, and return the fields of the step's report."""
+        """Run one step of both sets of layers, compare their outputs, and return the fields of the step's report."""
         routed = [self._routed(step, layer) for layer in range(len(self._live))]
         # Largest number of tokens on any rank, per layer. ``own_part`` divides the tokens nearly equally.
         lengths = [
@@ -102,10 +102,11 @@ class _DemoRank:
 
 
 def choices_per_token(counts_TLE: npt.NDArray[np.integer], most: int = 8) -> int:
-    """Return the largest top-k with which every step and layer of a trace can have been routed.
+    """Return the largest top-k with which every step and layer of a trace could have been routed.
 
-    With top-k ``k``, each token chooses ``k`` distinct experts. The choices of a step and layer must therefore be a
-    multiple of ``k``, and no expert can have more choices than there are tokens. A top-k of 1 fits every trace.
+    With top-k ``k``, each token chooses ``k`` distinct experts. The number of choices in a step and layer must
+    therefore be a multiple of ``k``, and no expert can have more choices than there are tokens. A top-k of 1 fits every
+    trace.
 
     Parameters
     ----------
@@ -116,7 +117,7 @@ def choices_per_token(counts_TLE: npt.NDArray[np.integer], most: int = 8) -> int
 
     Examples
     --------
-    Four choices can be two tokens with two experts each, but not if one expert has three of them:
+    Four choices can come from two tokens with two experts each, unless one expert has three of the choices:
 
     >>> choices_per_token(np.array([[[2, 1, 1]]]))
     2

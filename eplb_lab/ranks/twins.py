@@ -1,4 +1,4 @@
-"""Both sets of layers on a rank of the demo: the agent balances the *live* layers, and the *still* ones never change.
+"""Both sets of layers on a demo rank: the agent balances the *live* layers, and the *still* layers never change.
 
 All ranks share a few cores of one machine, so the hottest rank takes no longer than the others. Each rank therefore
 emulates a separate device: it sleeps until the step time from a cost curve has passed. Progress reports are JSON lines
@@ -50,11 +50,11 @@ class Task:
     dispatcher
         ``all2allv``, ``allgather`` or ``mc2``; for a model also ``moge``.
     split
-        Split of an expert's tokens over its replicas in the live layers: ``tables`` or ``step``.
+        Method of splitting an expert's tokens over its replicas in the live layers: ``tables`` or ``step``.
     dealing_width
         Number of replicas per expert and source rank in the dealing table.
     seed
-        Seed of the requests or tokens, and of the weights of layers for a trace.
+        Seed for the requests or tokens and, with a trace, for the layers' weights.
     report_every
         Number of steps between progress reports.
     device
@@ -101,7 +101,7 @@ class Twins:
         live: Sequence[ExpertParallelMoE],
         still: Sequence[ExpertParallelMoE],
     ) -> None:
-        # The devices are emulated, so transfers of experts may use the whole link.
+        # The devices are emulated, so expert transfers may use the link's full bandwidth.
         settings = AgentSettings(service=task.service, deployment=task.deployment, link_share=1.0)
         token_group = 0 if live[0].shares_tokens else None
         self.agent = Agent.start(live, group, settings, token_group=token_group)
@@ -131,7 +131,7 @@ class Twins:
         totals
             Function that returns fields for a progress report, in addition to the agent's counters.
         """
-        # An engine would serve without the service. The demo waits for it, so that all steps can be balanced.
+        # Unlike an engine, the demo waits for the service, so that all steps can be balanced.
         deadline = time.monotonic() + _CONNECT_SECONDS
         while not self.agent.connected and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -145,15 +145,15 @@ class Twins:
     def by_turns(
         self, step: int, tokens: int, live: Callable[[], _Output], still: Callable[[], _Output]
     ) -> tuple[_Output, _Output, dict[str, object]]:
-        """Run a step of both sets of layers and return both outputs and the times.
+        """Run one step of both sets of layers, and return both outputs and the times.
 
-        The order alternates between steps, so that caches favour neither set. The live step sleeps until the emulated
-        device would be done. Then the agent runs its step.
+        The order alternates between steps, so that caches favour neither set. After the live layers, the rank sleeps
+        until the emulated device would be done, and then calls the agent's ``step``.
 
         Parameters
         ----------
         step
-            Number of the step.
+            Step number.
         tokens
             Number of source tokens of this rank.
         live
@@ -177,7 +177,7 @@ class Twins:
         return outputs["live"], outputs["still"], times
 
     def compare(self, live: torch.Tensor, still: torch.Tensor) -> None:
-        """Compare outputs of the live and the still layers for the same tokens, and keep the largest difference."""
+        """Compare the live and still layers' outputs for the same tokens, and keep the largest difference."""
         if live.numel():
             self._worst_difference = max(self._worst_difference, float((live - still).abs().max()))
             self._largest_output = max(self._largest_output, float(still.abs().max()))
@@ -225,7 +225,8 @@ def run(task_type: type[_AnyTask], make: Callable[[_AnyTask, int, dist.ProcessGr
     task_type
         Type of the task in the JSON file.
     make
-        Function that creates the rank from task, rank index and process group. Its ``serve`` method runs all steps.
+        Function that creates the rank from the task, the rank index and the process group. Its ``serve`` method runs
+        all steps.
     """
     task = task_type(**json.loads(Path(sys.argv[1]).read_text()))
     rank = int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Derive a step's phase and token count from the schedule that vLLM or vLLM-Ascend executes."""
+"""Derive a step's phase and token count from the schedule that vLLM or vLLM-Ascend is executing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_core.heat.phase import StepPhase
 
 @dataclass(frozen=True)
 class Batch:
-    """Phase and token count, excluding padding, of a step on one data-parallel rank."""
+    """Phase and token count (excluding padding) of a step on one data-parallel rank."""
 
     phase: StepPhase
     tokens: int
@@ -95,7 +95,7 @@ def step_of(
         label their steps.
     share
         This rank's share of the tokens, or ``None`` if rank 0 counts the tokens of several data-parallel ranks. The
-        returned token count is then ``None`` too.
+        returned token count is then ``None`` as well.
     is_dummy
         True if this rank has no real tokens in the step.
     """

@@ -22,17 +22,17 @@ from typing import Any, TypeAlias, cast
 
 
 class UnsupportedEngineError(RuntimeError):
-    """An engine, release, model or combination of options that the agent cannot balance.
+    """Raised for an engine, release, model or combination of options that the agent cannot balance.
 
     The release is checked before the engine is patched, and the options before or while the model is loaded. Only
-    problems that the first forward passes reveal are raised later.
+    problems that become visible in the first forward passes are raised later.
 
     Parameters
     ----------
     subject
         The release, option or tensor at fault, phrased as the start of a sentence.
     reason
-        Reason that it cannot be balanced, phrased as a sentence without the full stop.
+        Reason why the engine cannot be balanced, phrased as a sentence without its full stop.
     remedy
         Change that lets the engine start with the agent, phrased as the start of a sentence.
     """
@@ -192,7 +192,7 @@ def _mismatch(target: str, expected: Function, patches: Patches) -> _Mismatch | 
     if actual.parameters != expected.parameters:
         actual_list = ", ".join(actual.parameters)
         expected_list = ", ".join(expected.parameters)
-        # The slice is empty for a function that is not patched, so different parameters are never rejected.
+        # The slice is empty for a function that is not patched, so its parameters may differ.
         leading = slice(patches.get(target, 0))
         fatal = actual.parameters[leading] != expected.parameters[leading]
         return _Mismatch(target, f"takes ({actual_list}) instead of ({expected_list})", fatal)

@@ -76,7 +76,7 @@ class HeatRings:
     """Ring buffers on the device that hold the token counts of recent forward passes, one row per pass.
 
     The model counts its forward passes on the device, possibly inside a captured graph. All ranks therefore use the
-    same row for a pass, even if the host makes no call for some passes.
+    same row for a pass, even if the host misses the call for some passes.
 
     Parameters
     ----------
@@ -139,9 +139,9 @@ class HeatRings:
     def layer_runs(self, index: int, layers: int) -> None:
         """Count a forward pass once its first and its last layer have run.
 
-        Call this where the model runs the layer, on the model's stream. A captured graph must include the call, so that
-        a pass is counted when the device executes it. A layer may run in several pieces. A pass that fails between its
-        first and its last layer is not counted.
+        Call this at the point where the model runs the layer, on the model's stream. A captured graph must include the
+        call, so that a pass is counted when the device executes it. A layer may run in several pieces. A pass that
+        fails between its first and its last layer is not counted.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class HeatRings:
     ) -> None:
         """Write the last pass's row for all layers at once, with a few operators on the current stream.
 
-        The device's pass count selects the row. If this method is not called for a pass, the pass's row keeps its old
+        The device's pass count selects the row. If this method is not called for a pass, that pass's row keeps its old
         counts.
 
         Parameters
@@ -208,7 +208,7 @@ def entry_periods(table_ED: Int32) -> npt.NDArray[np.int64]:
     """Return the period of each expert's row in a dealing table.
 
     A host that selects entries by a token's row in the batch spreads tokens evenly over the entries that it reads, so
-    it must read exactly one period.
+    the host must read exactly one period.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ class EngineHost:
         group
             Process group for CPU tensors.
         token_group
-            Number of the group of ranks that share this rank's tokens, or ``None`` if the tokens are not shared.
+            ID of the group of ranks that share this rank's tokens, or ``None`` if the tokens are not shared.
         shared_values
             Values that all experts on this rank share, as returned by ``refuse_unmoved``.
         computes
@@ -402,7 +402,7 @@ class EngineHost:
 
 
 def _test_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | None]) -> None:
-    """Reject layers whose outputs depend on which slots hold the experts, and log layers that cannot be tested."""
+    """Reject layers whose outputs depend on which slots hold which experts, and log layers that cannot be tested."""
     untested = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
         reason = "the engine cannot compute its experts without the rest of the layer"

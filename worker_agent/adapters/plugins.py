@@ -1,7 +1,7 @@
 """Plugin entry points. Each engine calls its own entry point in every process, possibly more than once.
 
-Without ``EPLB_AGENT_SERVICE``, they do nothing and import nothing from the engine. If the adapter does not support the
-engine's release, they raise ``UnsupportedEngineError`` before patching the engine.
+If ``EPLB_AGENT_SERVICE`` is not set, the entry points do nothing and import nothing from the engine. If the adapter
+does not support the engine's release, they raise ``UnsupportedEngineError`` before patching the engine.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _LEAVES = (
 """Types whose instances hold no tensors, or only tensors shared by the whole process."""
 
 _MAX_RECORD = 4
-"""Maximum length of a tuple that is treated as a record of unrelated values rather than as one value per expert."""
+"""Maximum length at which a tuple is treated as a record of unrelated values, not as one value per expert."""
 
 _FOREIGN = (
     *(
@@ -64,7 +64,7 @@ class ReachableValue:
     group
         Path without the member's number, such as ``kernel.scales[*]``, if the path passes through a group.
     member
-        Number of that member within its group.
+        Index of that member within its group.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Search:
     Attributes
     ----------
     cut
-        Path at which the search stopped early or did not go deeper, or ``None`` if the search was complete.
+        Path at which the search stopped early or did not descend further, or ``None`` if the search was complete.
     """
 
     def __init__(self, roots: Mapping[str, Any], experts: int) -> None:

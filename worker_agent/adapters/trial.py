@@ -1,4 +1,4 @@
-"""Start-up tests that experts still compute the same outputs after they change slots."""
+"""Startup tests that check that experts still compute the same outputs after changing slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOKENS_PER_SLOT = 2
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Maximum difference in an output, by data type, as a fraction of the output's largest absolute value."""
 _SHORT_TYPE_TOLERANCE = 2e-2
-"""Tolerance for shorter types, such as bfloat16."""
+"""Tolerance for lower-precision types, such as bfloat16."""
 
 
 @torch.no_grad()
@@ -77,8 +77,8 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
     Returns
     -------
     str or None
-        ``None`` if the layer passed or has a single slot. If ``compute`` raised an exception, its text; the layer then
-        remains untested.
+        ``None`` if the layer passed or has a single slot. If ``compute`` raised an exception, its message; the layer
+        then remains untested.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def _differs(before_TH: torch.Tensor, again_TH: torch.Tensor, after_TH: torch.Te
 
 @torch.inference_mode()
 def _exchange(weights: Sequence[ExpertWeights], slots: int) -> None:
-    """Exchange slot ``s`` with slot ``S - 1 - s``, in place and bit by bit. A second call undoes the first."""
+    """Exchange slot ``s`` with slot ``S - 1 - s``, in place and bit for bit. A second call undoes the first."""
     (staged,) = Staging().reserve([weights], [2])
     for low in range(slots // 2):
         pair = (low, slots - 1 - low)

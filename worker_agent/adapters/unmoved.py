@@ -27,14 +27,14 @@ _PLAIN_INTEGERS = (torch.bool, torch.int32, torch.int64, torch.uint32, torch.uin
 _BOOKKEEPING = re.compile(
     r"ptr|stride|offset|problem|size|tokens|count|mask|map|table|idx|ind(ex|ices)|(^|_)ids?$|load"
 )
-"""Names of integers that a grouped kernel keeps per slot, such as addresses and strides. None belongs to an expert."""
+"""Names of integers that a grouped kernel keeps per slot, such as addresses and strides. They belong to no expert."""
 
 _EQUAL_BY_DESIGN = re.compile(
     r"input_(global_)?scale|act(ivation)?_scale|(^|[._])_?a(1|2|13)q?[._]|gscale|swiglu|fake"
     r"|gemm1_(alpha|beta|clamp_limit)|per_token_global_scale"
 )
 """Paths of values that engines store once per expert although all experts share a single one: input scales and
-activation constants. They need not move if they are equal."""
+activation constants. Such values need not move if they are equal."""
 
 _SCRATCH = re.compile(r"workspace|scratch")
 _FACTOR = re.compile(r"scale|alpha|_gs\b|gscale|zero_point")
@@ -326,7 +326,7 @@ def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _equal_along(tensor: torch.Tensor, axis: int, slots: int) -> bool:
-    """Return True if the first ``slots`` slices along ``axis`` are equal, bit by bit."""
+    """Return True if the first ``slots`` slices along ``axis`` are bitwise identical."""
     try:
         slices = tensor.movedim(axis, 0)[:slots]
         rows = slices.contiguous().view(slots, -1).view(torch.uint8)

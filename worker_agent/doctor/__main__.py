@@ -202,7 +202,7 @@ def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Check everything that does not need ranks: versions, variables, the engines' functions and the service."""
+    """Run the checks that do not need ranks: versions, variables, the engines' functions and the service."""
     versions = [f"Python {platform.python_version()}"]
     for distribution in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
@@ -253,7 +253,7 @@ def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
 
 
 def _plugin(engine: str, variable: str, plugin: str) -> Iterator[Finding]:
-    """Yield a finding for each reason why the engine will not load the agent.
+    """Yield one finding for each reason why the engine will not load the agent.
 
     Parameters
     ----------

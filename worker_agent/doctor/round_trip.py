@@ -26,14 +26,14 @@ _NZ = 29
 _PERIOD = 251
 """Period of an expert's values. It is prime, so that adjacent rows of a tensor differ."""
 _BLOCK = 32
-"""Number of columns of an int8 NZ block. Matrices whose sides are not multiples of this number would be padded."""
+"""Number of columns in an int8 NZ block. Matrices whose dimensions are not multiples of this number would be padded."""
 _NO_SERVICE = "127.0.0.1:9"
-"""Address at which no service listens."""
+"""Address on which no service listens."""
 _MEET_SECONDS = 90
 
 
 class _DoctorLayer:
-    """Layer with two experts per rank, stored like an engine's quantised experts. Values identify the expert.
+    """Layer with two experts per rank, stored like an engine's quantised experts. The values identify the expert.
 
     Each kind of weight is a list with one tensor per expert. The kinds are int8 weights, which are in block format (NZ)
     on an NPU, and their scales.
@@ -57,12 +57,12 @@ class _DoctorLayer:
         self.load_counter = torch.zeros((), dtype=torch.int64, device=device)
 
     def expert_weights(self) -> list[list[torch.Tensor]]:
-        """Return weights and scales."""
+        """Return the weights and scales."""
         return self._weights
 
     @property
     def formats(self) -> list[int]:
-        """Device memory formats of weights and scales, as torch_npu numbers them."""
+        """Device memory formats of the weights and scales, as numbered by torch_npu."""
         return [format_of(kind[0]) for kind in self._weights]
 
     def holds(self, experts_S: list[int]) -> bool:
@@ -92,7 +92,7 @@ def _expert_of(expert: int, side: int) -> list[torch.Tensor]:
 
 
 def _as_engines_store(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device. On an NPU, cast matrices to the block format as vLLM-Ascend does."""
+    """Return the tensor on the device. On an NPU, convert matrices to the block format, as vLLM-Ascend does."""
     on_device = tensor.to(device)
     if device.type != "npu" or tensor.dim() < 2:
         return on_device

@@ -4,8 +4,8 @@ If a link fails during a vote that would commit a layer, one rank may receive th
 both kept serving, tokens could be routed to the wrong weights. A rank without the outcome therefore asks its peers
 (Bernstein, Hadzilacos and Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4). A rank
 that has the outcome answers with its action. A rank without it is in doubt from the moment it is asked, even if the
-outcome arrives later. If all ranks are in doubt, none has committed and none will. The ranks wait only for one that
-does not answer at all, and the model's next collective would wait for that rank anyway.
+outcome arrives later. If all ranks are in doubt, none has committed and none will. The ranks wait only for a rank that
+does not answer at all, and the model's next collective would wait for it anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker_agent.swap.peers import PeerGoneError, Peers
 _VOTES_KEPT = 16
 """Number of votes to remember. Ranks are at most one vote apart, because each vote needs all ballots."""
 _ROUND_SECONDS = 1.0
-"""Time for asking all remaining peers once."""
+"""Time limit for asking all remaining peers once."""
 
 
 class FatalSwitchError(RuntimeError):
@@ -32,7 +32,7 @@ class FatalSwitchError(RuntimeError):
 
 
 class Verdict(enum.Enum):
-    """One rank's result of a vote to commit a layer. ABORTED only follows IN_DOUBT."""
+    """Result of a vote to commit a layer, as known to one rank. ABORTED can only follow IN_DOUBT."""
 
     COMMITTED = b"c"
     ABORTED = b"a"
@@ -89,14 +89,15 @@ class Settlement:
 
 
 class CommitRegister:
-    """Results of the last votes on this rank. It answers peers' questions and settles votes without an outcome.
+    """Results of the most recent votes on this rank. It answers peers' questions and settles votes without an outcome.
 
     Parameters
     ----------
     peers
         Connection to the other ranks.
     patience
-        Maximum wait for a peer that does not answer, in seconds. It is as long as the model would wait for that peer.
+        Maximum time to wait for a peer that does not answer, in seconds. It is as long as the model would wait for that
+        peer.
     runtime
         Clock to use.
     """
@@ -109,9 +110,9 @@ class CommitRegister:
         self._lock = threading.Lock()
 
     def answer(self, vote: int) -> Verdict | None:
-        """Return this rank's verdict in answer to a peer, or ``None`` if the vote has been forgotten.
+        """Return this rank's verdict on a vote for a peer that asks, or ``None`` if the vote has been forgotten.
 
-        If the vote has no outcome yet, it is in doubt from now on.
+        If the vote has no outcome yet, this rank is in doubt about it from now on.
         """
         with self._lock:
             if self._votes and vote <= max(self._votes) - _VOTES_KEPT:
@@ -126,7 +127,7 @@ class CommitRegister:
         Parameters
         ----------
         vote
-            Number of the vote.
+            Vote number.
         has_outcome
             True if this rank has received the outcome and the vote commits.
 

@@ -43,14 +43,14 @@ from worker_agent.swap.vote_link import VoteError
 _log = logging.getLogger("eplb.agent")
 
 _POLL_SECONDS = 0.005
-"""Interval for polling other threads while the model is paused."""
+"""Polling interval for other threads while the model is paused."""
 _OFFER_DEADLINE_STEPS = 512
 """Number of steps after which a plan that has not reached every rank is dropped."""
 
 
 @dataclass
 class SwitchStats:
-    """Totals over this rank's switches since it started.
+    """Totals over this rank's switches since the agent started.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class SwitchStats:
     commit_seconds
         Time for which commits paused the model, from each vote's outcome until all ranks had installed the part.
     transfer_seconds
-        Total duration of the transfers that were committed.
+        Total duration of the transfers whose parts were committed.
     """
 
     layers_switched: int = 0
@@ -80,7 +80,7 @@ class SwitchStats:
 
 
 class SwitchCallbacks(NamedTuple):
-    """Functions of the agent that the layer switch calls."""
+    """Agent callbacks that the layer switch calls."""
 
     on_status: Callable[[PlanStatus], None]
     """Called with each plan status to send to the service."""
@@ -115,7 +115,7 @@ class SwitchDriver:
     state
         Current state of the state machine.
     stats
-        Totals since the start.
+        Totals since the agent started.
     budget
         Byte budget of the transfers.
     votes
@@ -165,7 +165,7 @@ class SwitchDriver:
 
     @property
     def complaint(self) -> str | None:
-        """Last problem reported by a background thread that is still running, or ``None``."""
+        """Current problem with the lanes, the live experts or the links to peers, or ``None``."""
         return lost_lanes() or self._replicas.complaint or self._group.peers.complaint
 
     # Methods called at each step boundary, in this order
@@ -452,7 +452,7 @@ class SwitchDriver:
                     self._report(action)
 
     def _watch_transfers(self) -> None:
-        """Replace a transfer thread that has died or hung. Its lane is abandoned, so it can do no further harm."""
+        """Replace a transfer thread that has died or hung. Its lane is abandoned, so it can do no more harm."""
         failure = self.transfers.failing
         if failure is not None:
             self.transfers = TransferWorker(
@@ -562,7 +562,7 @@ class SwitchDriver:
         self._call_guarded(self._on_status, versioned)
 
     def _call_guarded(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call code outside the switch. If it fails, complete the current action and then open a new vote link."""
+        """Call code outside the switch. If it fails, complete the current action before opening a new vote link."""
         try:
             call(*arguments)
         except Exception as error:

@@ -44,24 +44,24 @@ class AgentGroup:
     secret
         Secret shared by all members.
     rank
-        Number of this rank.
+        Index of this rank.
     addresses
         Address of each rank, in order.
     patience
-        Maximum wait for a rank that may have committed a layer, in seconds.
+        Maximum time to wait for a rank that may have committed a layer, in seconds.
 
     Attributes
     ----------
     rank
-        Number of this rank.
+        Index of this rank.
     size
         Number of ranks.
     peers
-        Channel for questions and answers between the ranks.
+        Request/response channel between the ranks.
     store
         Store for values that ranks exchange to open process groups.
     register
-        Results of the last votes on this rank.
+        Results of the most recent votes on this rank.
     failure
         Reason why a rank of the group, either this one or a peer, must no longer serve; ``None`` if all may serve.
     installed_vote
@@ -71,7 +71,7 @@ class AgentGroup:
     peer_left
         True once a peer has attempted to open a newer vote link.
     position
-        Callable that returns this rank's number of calls and its number of forward passes.
+        Callable that returns the number of calls and the number of forward passes that this rank has counted.
     checksum
         Callable that returns the checksum of a live expert, given the layer and expert indices; ``None`` if unknown.
     """
@@ -111,7 +111,7 @@ class AgentGroup:
         facts
             Value to send to all ranks.
         patience
-            Maximum wait for a rank that may have committed a layer, in seconds.
+            Maximum time to wait for a rank that may have committed a layer, in seconds.
 
         Returns
         -------
@@ -195,7 +195,9 @@ class AgentGroup:
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
     def wait_for_installs(self, vote: int) -> None:
-        """Wait until every rank has installed the part that a vote committed. Used if links broke before all confirmed.
+        """Wait until all ranks have installed the part that a vote committed.
+
+        This is used if links broke before all ranks confirmed the install.
 
         A rank whose process has ended counts as having installed it, because the model cannot serve without that rank.
 
@@ -240,7 +242,7 @@ class AgentGroup:
         self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
-        """Return the answer to a peer's question, or ``None`` without an answer. The question's first byte is its kind.
+        """Return the answer to a peer's question, or ``None`` if there is none. The question's first byte is its kind.
 
         - ``d``: this rank's verdict on a vote
         - ``t``: this rank's attempt to open a vote link, given the peer's attempt

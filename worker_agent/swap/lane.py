@@ -1,8 +1,8 @@
 """Lanes for expert transfers: from host to host over gloo, or from device to device over NCCL or HCCL.
 
-Before each exchange, both ends announce over the host which bytes they will send, with one announcement for all pieces
-of an expert. Nothing is queued on a device until the announcements have arrived, so a failed rank shows up as a broken
-link on the host. This matters because a queued device operation whose peer is missing is hard to cancel: it occupies
+Before each exchange, both ends announce over a host link which bytes they will send, with one announcement for all
+pieces of an expert. Nothing is queued on a device until the announcements have arrived, so a failed rank shows up as a
+broken host link. This matters because a queued device operation whose peer is missing is hard to cancel: it occupies
 part of the device, and the libraries cancel it by ending the process.
 """
 
@@ -48,7 +48,7 @@ class Parcel:
     peer
         Rank at the other end.
     data
-        The memory. Lanes take uint8 ``[n]``, or a whole tensor if its memory is in blocks.
+        The memory. Lanes accept uint8 ``[n]``, or a whole tensor if its memory is in blocks.
     expert
         Logical expert, for error messages; -1 if irrelevant.
     """
@@ -59,7 +59,7 @@ class Parcel:
 
 
 class Deadline:
-    """Time limit of a transfer, ``seconds`` from now."""
+    """Deadline for a transfer, ``seconds`` from now."""
 
     def __init__(self, seconds: float, runtime: Runtime = REAL) -> None:
         self._seconds = seconds
@@ -82,7 +82,7 @@ class Lane(Protocol):
     """A process group used only for transfers."""
 
     def exchange(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> float:
-        """Send one expert to a peer while receiving another expert from the same or a different peer.
+        """Send one expert to a peer while receiving another from the same or a different peer.
 
         On return, all bytes have been sent and received, even on a device. Later work on the current stream sees the
         received bytes.
@@ -94,7 +94,7 @@ class Lane(Protocol):
         incoming
             Memory for the pieces to receive. May be empty.
         deadline
-            Time limit of the transfer.
+            Deadline for the transfer.
 
         Returns
         -------
@@ -511,7 +511,7 @@ class Lanes:
         return self._open[1]
 
     def open_first(self) -> None:
-        """Open lane 0 before the model serves, so that missing memory or links show up now, not at the first plan.
+        """Open lane 0 before the model serves, so that missing memory or links are noticed now, not in the first plan.
 
         Raises ``RuntimeError`` if the lane cannot be opened within the timeout.
         """
@@ -534,7 +534,7 @@ class Lanes:
             raise RuntimeError(f"no {self._backend} lane could be opened{detail}") from error
 
     def retire(self) -> None:
-        """Retire the open lane, if any. It is never used again."""
+        """Retire the open lane, if any. A retired lane is never used again."""
         previous = self._open
         self._open = None
         if previous is not None:

@@ -29,7 +29,7 @@ _IP_HEADER = 0x100000000 - 0x100000
 _SOURCE_ADDRESS = {socket.AF_INET: 12, socket.AF_INET6: 8}
 """Offset of the source address in the IP header."""
 _MAX_HOSTS = 400
-"""Maximum number of hosts in a filter. A larger group admits every host."""
+"""Maximum number of hosts in a filter. A group with more hosts admits every host."""
 
 _Instruction = tuple[int, int, int, int]
 """Opcode, jump offset if true, jump offset if false, operand."""
@@ -75,7 +75,7 @@ class LinkGuard:
 
 
 def admit_only(listening: socket.socket, hosts: Iterable[str]) -> None:
-    """Have the kernel drop all packets to a socket except those from ``hosts`` and from this host."""
+    """Make the kernel drop all packets to a socket except those from ``hosts`` and from this host."""
     _attach(listening, _filter_program(listening.family, hosts))
 
 

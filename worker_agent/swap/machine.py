@@ -1,4 +1,4 @@
-"""State machine of the layer switch, which maps a state and an event to a new state and actions.
+"""State machine of the layer switch. It maps a state and an event to a new state and actions.
 
 It is pure: it uses no clock, sockets, threads or tensors.
 
@@ -9,8 +9,8 @@ It is pure: it uses no clock, sockets, threads or tensors.
                        +--- any rank votes to abort, or a deadline passes ----+--> IDLE, current layout stays
                        +------ called off, and no rank is transferring -------+--> IDLE, current layout stays
 
-Ranks switch a plan in parts. A part is a run of consecutive layers that fit in staging together. Ranks transfer these
-layers together and commit them with one vote.
+Ranks switch a plan in parts. A part is a sequence of consecutive layers that fit in staging together. Ranks transfer
+these layers together and commit them with one vote.
 
 Two rules keep the ranks consistent:
 
@@ -230,7 +230,7 @@ class StartTransfer:
     layers
         Layers of the part.
     generation
-        Number of the transfer.
+        Transfer number.
     lane
         Number of the lane to use. All ranks increment it together after an aborted transfer, so that its late bytes
         never mix with the bytes of a newer transfer.
@@ -248,7 +248,7 @@ class Commit:
     Parameters
     ----------
     plan_id
-        Number of the plan.
+        Plan number.
     generation
         Number of the transfer that staged the part.
     layers
@@ -268,7 +268,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Halted:
-    """Action: serve no more tokens, because the ranks have diverged."""
+    """Action: stop serving tokens, because the ranks have diverged."""
 
     reason: str
 
@@ -369,7 +369,7 @@ class SwitchState:
         Parameters
         ----------
         generation
-            Number of the transfer.
+            Transfer number.
         error
             Reason why it failed; ``None`` if all experts are staged.
         """

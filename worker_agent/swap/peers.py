@@ -39,7 +39,7 @@ _MAX_VALUES = 4096
 """Maximum number of values in a store. A lane needs one or two values per pair of ranks."""
 _MAX_HOSTS = 4096
 _MAX_PORTS = 64
-"""Maximum number of attempts to find a port that is free for both datagrams and links."""
+"""Maximum number of ports to try until one is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
@@ -47,7 +47,7 @@ _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
 
 
 class PeerGoneError(ConnectionError):
-    """The peer's process has ended: its port is closed, and its presence link and the vote link have ended."""
+    """Raised if a peer's process has ended: its port, its presence link and the vote link are closed."""
 
 
 class Peers:
@@ -71,7 +71,7 @@ class Peers:
     hosts : set of str
         Addresses from which members of the formation have sent questions.
     vote_link_ended : callable
-        Callable that returns True if the ranks' last vote link has ended. Until then, no peer counts as gone.
+        Callable that returns True if the ranks' last vote link is closed. Until then, no peer counts as gone.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class Peers:
 
     @property
     def complaint(self) -> str | None:
-        """Answering thread's last error if it is recent, otherwise any problem with the links, or ``None``."""
+        """The answering thread's last error, if it is recent; otherwise any problem with the links, or ``None``."""
         error = self._last_error
         if error is not None and self.runtime.now() - error[0] <= _COMPLAINT_SECONDS:
             return error[1]
@@ -206,7 +206,7 @@ class Peers:
     def close(self) -> None:
         """Stop answering, and close the socket and all links."""
         self._closed.set()
-        # This wakes the thread that is waiting on the socket. It raises because the socket is not connected.
+        # This wakes the thread that is waiting on the socket, but raises an error because the socket is not connected.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -241,10 +241,10 @@ class Peers:
         return self._link_answers.get(nonce)
 
     def _is_gone(self, rank: int) -> bool:
-        """Return True if a peer that rejects datagrams has ended.
+        """Return True if the process of a peer that rejects datagrams has ended.
 
-        The rejection alone does not prove it, because firewalls also reject datagrams. Neither does the end of the
-        presence link, because proxies also end links. Both links must have ended.
+        The rejection alone does not prove it, because firewalls also reject datagrams. Neither does the loss of the
+        presence link, because proxies also close links. Both links must be closed.
         """
         return self._links.ended(rank) and self.vote_link_ended()
 
@@ -324,7 +324,7 @@ class PeerStore(dist.Store):
     peers
         The peers to ask.
     timeout
-        Default time limit of ``get`` and ``wait``.
+        Default time limit for ``get`` and ``wait``.
     """
 
     def __init__(self, peers: Peers, timeout: timedelta) -> None:
@@ -382,7 +382,7 @@ class PeerStore(dist.Store):
         return all(self._look_up(key) is not None for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default time limit of ``get`` and ``wait``."""
+        """Set the default time limit for ``get`` and ``wait``."""
         self._timeout = timeout
 
     def _wait_for(self, key: str, timeout: timedelta) -> bytes:

@@ -1,7 +1,7 @@
-"""TCP links between a formation's agents. They show which peers are alive, and replace datagrams that get lost.
+"""TCP links between a formation's agents. They show which peers are alive, and carry messages whose datagrams get lost.
 
-The end of a link does not prove that a peer has ended, because proxies and service meshes close idle links between
-living processes. Both ends therefore send heartbeats, and a link that has ended is reported and reopened. ``Peers``
+The loss of a link does not prove that the peer's process has ended, because proxies and service meshes close idle links
+between living processes. Both ends therefore send heartbeats, and a lost link is reported and reopened. ``Peers``
 combines the states of this link and of the vote link to decide whether a peer is gone.
 
 To open a link, the higher-numbered rank calls the lower-numbered one. Both prove that they know the formation's secret:
@@ -78,7 +78,7 @@ class _Link:
     link
         The socket.
     stage
-        Initial stage.
+        Stage in which the link begins.
     peer
         Rank at the other end; -1 if unknown. It is authenticated once the stage is ``OPEN``.
     now
@@ -103,10 +103,10 @@ class _Link:
 
 
 class PresenceLinks:
-    """One link to each peer, all run by a separate thread.
+    """Links to all peers, one per peer, all run by a single separate thread.
 
-    The higher-numbered rank calls the lower-numbered one, and calls again whenever their link ends. The kernel admits
-    only the formation's hosts to the listening socket.
+    The higher-numbered rank calls the lower-numbered one, and calls again whenever their link is lost. The kernel
+    admits only the formation's hosts to the listening socket.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class PresenceLinks:
         """Time of the next call to each lower rank, and the delay before the call after that."""
         self._heartbeat_at = 0.0
         self._losses = 0
-        """Number of open links that have ended since the start."""
+        """Number of open links that have been lost since the start."""
         self._last_loss: tuple[float, int] | None = None
         """Time of the last loss, and the peer whose link was lost."""
         self._lock = threading.RLock()
@@ -295,7 +295,7 @@ class PresenceLinks:
             self._selector.register(accepted, selectors.EVENT_READ, link)
 
     def _serve(self, link: _Link, events: int) -> None:
-        """Receive from and send to a link, and end the link on an error."""
+        """Receive data from a link and send data to it. Close the link on an error."""
         replies: list[bytes] = []
         try:
             if link.stage is _Stage.CONNECTING:
@@ -430,4 +430,4 @@ class PresenceLinks:
 
 
 class _ClosedByPeerError(ConnectionError):
-    """The peer has closed a link in an orderly manner."""
+    """Raised if the peer has closed a link in an orderly manner."""

@@ -36,7 +36,7 @@ from eplb_core.wire.plan import (
 )
 
 _RESTORING_PLAN_ID = 0
-"""Plan number for restoring plans, which no service uses."""
+"""Plan number that is reserved for restoring plans. No service uses it."""
 
 Order: TypeAlias = tuple[RankPlan, int] | CallOff
 """Order from the service: a call-off, or a plan with the digest of the placement that it was checked against."""
@@ -44,7 +44,7 @@ Order: TypeAlias = tuple[RankPlan, int] | CallOff
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Layout that one rank serves. It is an immutable snapshot that each commit replaces, so any thread may read it.
+    """Layout that one rank serves. It is immutable, and each commit replaces it, so any thread may read it.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ class Identity:
     group_id
         Random identifier of the group, chosen by rank 0.
     rank
-        Number of this rank.
+        Index of this rank.
     node
         Host of this rank.
     token_groups

@@ -19,12 +19,12 @@ _log = logging.getLogger("eplb.agent")
 
 
 class History:
-    """History file of one rank. A disk failure stops recording with a warning and has no other effect.
+    """History file of one rank. A disk failure stops the recording with a warning, and has no other effect.
 
     Parameters
     ----------
     folder
-        Folder for the file ``rank-N-GROUP.jsonl``; ``None`` to record nothing.
+        Directory for the file ``rank-N-GROUP.jsonl``; ``None`` to record nothing.
     identity
         Identity of this rank.
     installed
@@ -61,11 +61,11 @@ class History:
         step
             Step at which the vote was counted or settled.
         number
-            Number of the vote.
+            Vote number.
         ballot
             This rank's ballot. If ``None``, nothing is recorded.
         outcome
-            Outcome of the vote, the same for all ranks.
+            Outcome of the vote, which is the same for all ranks.
         has_outcome
             True if this rank received the outcome; False if it settled the vote with its peers.
         """
@@ -119,7 +119,7 @@ class History:
         )
 
     def close(self, step: int) -> None:
-        """Record the end of the agent after ``step`` steps, and close the file."""
+        """Record that the agent ended after ``step`` steps, and close the file."""
         self._write("end", step=step)
         if self._file is not None:
             self._file.close()

@@ -24,19 +24,19 @@ _log = logging.getLogger("eplb.agent")
 
 _INITIAL_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 60.0
-"""Maximum wait between attempts after a failed one."""
+"""Maximum delay before a failed attempt is retried."""
 _MAX_DELAY_SECONDS = 3600.0
-"""Maximum wait before an attempt if vote links are repeatedly lost early."""
+"""Maximum delay before an attempt if vote links are repeatedly lost soon after being opened."""
 _GATHER_SECONDS = 60.0
 _OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _INITIAL_MARGIN = 32
-"""Number of forward passes until the first vote. No rank may reach that pass before it knows of the vote."""
+"""Number of forward passes until the first vote. No rank may reach the vote's pass before it knows of the vote."""
 _MAX_MARGIN = 4096
 _RENUMBERING_MARGIN = 256
-"""Distance between the agreed pass number and the highest number that any rank has reached."""
+"""Difference between the agreed pass number and the highest number that any rank has reached."""
 _REST_SECONDS = 60.0
-"""Maximum wait for the model's thread to come to rest between two passes and agree with the other ranks."""
+"""Maximum time for the model's thread to come to rest between two passes and agree with the other ranks."""
 _GAVE_UP = 0
 """State of a rank that has given up on coming to rest."""
 _QUEUED = 1
@@ -46,7 +46,7 @@ _QUIET = 2
 
 
 class _TooLateError(TimeoutError):
-    """A rank had already passed the forward pass of the first vote. The next attempt schedules the vote later."""
+    """A rank had already gone past the forward pass of the first vote. The next attempt schedules the vote later."""
 
 
 @dataclass
@@ -75,10 +75,10 @@ class _RestRequest:
 class Reformation:
     """Repeated attempts to open a new vote link, until all ranks have joined.
 
-    If any rank is astray, or the ranks' pass counts are far apart, the ranks first agree on a new number for the
-    current forward pass. To do so, each rank's model thread comes to rest between two passes (``rest``), with no queued
-    work on its device. Every pass contains collectives over all ranks, so if all are at rest at the same time, they
-    have run the same passes.
+    If any rank requires it (``astray``), or if the ranks' pass counts are far apart, the ranks first agree on a new
+    number for the current forward pass. To do so, each rank's model thread comes to rest between two passes (``rest``),
+    with no queued work on its device. Every pass contains collectives over all ranks, so if all are at rest at the same
+    time, they have run the same passes.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class Reformation:
         return self._result
 
     def close(self) -> None:
-        """Stop trying."""
+        """Stop making attempts."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -186,8 +186,8 @@ class Reformation:
     def _wait_for_attempt(self, shortest: float) -> bool:
         """Wait before the next attempt. Return True if this rank is closing.
 
-        Once another rank makes an attempt, the wait is cut to ``shortest`` seconds. Otherwise, ranks with long waits
-        might never meet, because each would give up its attempt before the next rank begins.
+        Once another rank makes an attempt, the wait is shortened to ``shortest`` seconds. Otherwise, ranks with long
+        waits might never meet, because each would give up its attempt before the next rank begins.
         """
         start = self._runtime.now()
         longest = max(self._backoff, shortest)
@@ -198,7 +198,7 @@ class Reformation:
         return self._closing.is_set()
 
     def _attempt(self) -> VoteLink:
-        """Meet the other ranks, open a link, agree on the first vote, and return the link."""
+        """Wait for the other ranks, open a link, agree on the first vote, and return the link."""
         self._gather()
         link = VoteLink(self._group.process_group(f"vote/{self.attempts}"), self._runtime)
         self._group.peers.vote_link_ended = link.ended
@@ -272,8 +272,8 @@ class Reformation:
     def rest(self, clock: ForwardClock, seconds: float) -> bool:
         """If requested, agree with the other ranks on a new number for this pass. Return True on success.
 
-        The model's thread calls this between two passes. It waits up to twice ``seconds`` for the other ranks, and as
-        long again for each pass that they have yet to queue. The commit register then settles whether they have agreed.
+        The model's thread calls this between two passes. It waits for the other ranks for up to twice ``seconds``, and
+        again for each pass that they have yet to queue. The commit register then settles whether they have agreed.
         """
         with self._lock:
             request = self._rest_request
@@ -282,7 +282,7 @@ class Reformation:
             interrupted = request.taken
             request.taken = True
         agreed = False
-        # If an error ended the call that accepted the request, its verdict is still pending: the ranks have not agreed.
+        # If the call that accepted the request failed, the verdict is still pending, so the ranks have not agreed.
         if not interrupted:
             state, lowest = self._compare_queues(request.link, request.number, clock, seconds)
             if (state, lowest) == (_QUIET, _QUEUED):

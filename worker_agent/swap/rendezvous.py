@@ -75,9 +75,9 @@ class _Facts:
     slots_LS
         Logical expert of each local slot, int32 ``[L, S]``.
     shape
-        Shape of the deployment, as seen by this rank.
+        Deployment shape as seen by this rank.
     shares_tokens
-        True if any layer's dispatch lets several ranks see the same tokens.
+        True if any layer's dispatch shows the same tokens to several ranks.
     gathers_all
         True if any layer's dispatch gathers the tokens of all ranks.
     fingerprints_LS
@@ -114,8 +114,8 @@ def meet(
     settings
         The agent's settings.
     token_group
-        Number that is the same on all ranks that see the same tokens; ``None`` if no other rank sees this rank's
-        tokens.
+        ID of this rank's token group. Ranks that see the same tokens have the same ID. ``None`` if no other rank sees
+        this rank's tokens.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def meet(
     try:
         facts_or_error = _gather_facts(layers, settings, rank if token_group is None else token_group, ranks)
     except Exception as error:
-        # Send any error to the other ranks, which would otherwise wait for this rank's facts.
+        # Send any error to the other ranks, because they would otherwise wait for this rank's facts.
         facts_or_error = str(error)
     group, received = AgentGroup.join(
         host_group, settings.node, settings.data_host, facts_or_error, settings.peer_timeout_seconds

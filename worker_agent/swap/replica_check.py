@@ -25,15 +25,15 @@ from worker_agent.swap.peers import PeerGoneError, Peers
 from worker_agent.swap.rank_layout import RankLayout
 
 _REST_SECONDS = 1.0
-"""Minimum pause between two experts."""
+"""Minimum pause between reading two experts."""
 _REST_PER_SECOND = 100.0
-"""Pause after an expert, as a multiple of its read time. It limits the check to about one percent of a core."""
+"""Pause after reading an expert, as a multiple of the read time. It limits the check to about one percent of a core."""
 _ANSWER_SECONDS = 0.2
 _ASK_AGAIN_SECONDS = 0.02
 
 
 class ReplicaCheck:
-    """Check of this rank's live experts, one at a time, on the transfer thread.
+    """Checker for this rank's live experts. It checks one at a time, on the transfer thread.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class ReplicaCheck:
             Moves keyed by layer index: source rank and slot, destination rank and slot, expert, int32 ``[M, 5]``. None
             of these layers may switch during the call.
         seconds
-            Maximum wait for the witnesses.
+            Maximum time to wait for the witnesses.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class ReplicaCheck:
     def _read_sources(
         self, layer: int, moves_M5: Int32, layout: RankLayout
     ) -> dict[tuple[int, int], tuple[int, int]]:
-        """Read those of a layer's experts for which this rank is the source or the witness.
+        """Read the experts of a layer for which this rank is the source or the witness.
 
         Returns
         -------
@@ -197,7 +197,7 @@ class ReplicaCheck:
         resets = self._resets
         self.reading = True
         try:
-            # Test this only after setting the flag. Any drain that starts after this point waits for the read.
+            # Test this only after setting the flag, so that any drain that starts later waits for the read.
             if not self._is_unwritten(layer, epoch, resets):
                 return
             value = self._read(layer, slot)

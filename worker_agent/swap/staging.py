@@ -1,4 +1,4 @@
-"""Staging memory, which holds received experts until they are committed, and the commit between two forward passes."""
+"""Staging memory, which holds received experts until they are committed, and the commit itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], list[ExpertWeights]] = {}
-        """Buffers keyed by kind of expert; see ``_kind``. Most models have only one kind."""
+        """Buffers keyed by the kind of expert; see ``_kind``. Most models have only one kind."""
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +171,7 @@ def copy_into(
 ) -> int:
     """Copy experts into a layer, and then the tables that route to them.
 
-    All copies are queued on the caller's stream. On a device, the call returns before they have run.
+    All copies are queued on the caller's stream. On a device, the call returns before the copies have run.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def copy_into(
     expert_map_E
         Local slot of each expert, int32 ``[E]`` on the host.
     log2phy_E
-        Physical id for each expert, int32 ``[E]`` on the host, or ``[E, D]`` for a dealing table.
+        Physical id of each expert, int32 ``[E]`` on the host, or ``[E, D]`` for a dealing table.
 
     Returns
     -------

@@ -19,11 +19,11 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
 _ROUND_BOUNDARIES = 256
-"""Number of step boundaries in which every layer's tables are compared once. Models with more layers take longer."""
+"""Number of step boundaries in which all layers' tables are compared once. Models with more layers take longer."""
 
 
 class _Snapshot(NamedTuple):
-    """A layer's tables as they are copied from the device, each with the table committed when its copy was queued."""
+    """Copies of a layer's tables from the device, each with the table that was committed when the copy was queued."""
 
     layer: int
     step: int
@@ -45,7 +45,7 @@ class _Snapshot(NamedTuple):
 
 
 class TableCheck:
-    """Check of ``expert_map`` and ``log2phy`` on the device, one layer at a time.
+    """Checker for ``expert_map`` and ``log2phy`` on the device. It checks one layer at a time.
 
     Every layer is also checked just before a commit overwrites it. The check never waits for the device, so a
     difference is reported at a later step boundary.
@@ -66,7 +66,7 @@ class TableCheck:
         Parameters
         ----------
         step
-            Number of the current step, for the message.
+            Current step number, for the message.
         layout
             This rank's current layout.
 

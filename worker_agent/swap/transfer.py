@@ -1,4 +1,4 @@
-"""Transfers experts between ranks in the background, from live slots to staging, with a limited share of the link."""
+"""Transfers experts between ranks in the background, from live slots to staging, using a limited share of the link."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _MAX_SLOWDOWN = 2.0
 """Cap on the link time charged to an exchange, as a multiple of the fastest exchange's time per byte."""
 _JOIN_SECONDS = 1.0
 _WITNESS_SECONDS = 1.0
-"""Maximum time that a transfer waits for the checksums of replicas on other ranks."""
+"""Maximum time for which a transfer waits for the checksums of replicas on other ranks."""
 _LATE_SECONDS = 10.0
-"""Grace period beyond the thread's own deadline. On a busy host, a thread that wakes up late has not hung."""
+"""Grace period beyond the thread's own deadline, because a thread that wakes up late on a busy host has not hung."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TransferResult:
     Parameters
     ----------
     generation
-        Number of the transfer, from its ``StartTransfer``.
+        Transfer number, from the ``StartTransfer``.
     layers
         The staged layers, in the order of the ``StartTransfer``; empty after an error.
     error
@@ -104,7 +104,7 @@ class ByteBudget:
 
     Examples
     --------
-    The second piece waits until the steps have paid for the first.
+    The second piece waits until the steps' budgets have covered the first.
 
     >>> budget = ByteBudget(100)
     >>> budget.refill()
@@ -186,7 +186,7 @@ class ByteBudget:
 
 @dataclass(frozen=True)
 class _InstallCheck:
-    """Job that compares installed experts with the senders' checksums, which are keyed by slot."""
+    """Job that compares installed experts with the senders' checksums. The checksums are keyed by slot."""
 
     layer: int
     sums: dict[int, int]
@@ -208,11 +208,11 @@ class TransferWorker:
     settings
         The agent's settings.
     budget
-        Limit on the number of bytes per step.
+        Byte budget per step.
     runtime
         Clock, threads and queues.
     replicas
-        Check of live experts to run between transfers and before experts are sent; ``None`` for no check.
+        Checker for live experts, run between transfers and before experts are sent; ``None`` for no check.
 
     Attributes
     ----------
@@ -379,7 +379,7 @@ class TransferWorker:
             numbers = ", ".join(str(layer.layer) for layer in order.layers)
             noun = "layer" if len(order.layers) == 1 else "layers"
             return TransferResult(order.generation, error=f"transfer of {noun} {numbers} failed: {failure}")
-        # Only these layers' tables change.
+        # No experts move, so only the layers' tables change.
         staged = [
             StagedLayer(layer.layer, [weight[:0] for weight in layer_weights], [])
             for layer, layer_weights in zip(order.layers, weights, strict=True)
@@ -396,7 +396,7 @@ class TransferWorker:
         slots = [layer.moves_M5[layer.moves_M5[:, 2] == rank, 3].tolist() for layer in order.layers]
         staged = []
         with self._stream.current():
-            # Opening a lane needs all ranks, so a rank that neither sends nor receives opens it too.
+            # All ranks must open a lane together, including those that neither send nor receive.
             exchanger = _ExpertExchanger(self._lanes.lane(order.lane), self._budget, deadline)
             ready.hold_current_stream()
             if self._replicas is not None:
@@ -475,7 +475,8 @@ class _ExpertExchanger:
             received.append(Parcel(incoming[0].peer, blank, incoming[0].expert))
         for leaving, arriving in self._batches(_pieces(sent), _pieces(received)):
             size = max(sum(parcel.data.nbytes for parcel in parcels) for parcels in (leaving, arriving))
-            # The receiver draws too, so that its device does not sit waiting for a sender that has no budget left.
+            # The receiver also draws from its budget, so that its device does not wait for a sender that has no budget
+            # left.
             if not self._budget.draw(size, self._deadline.remaining()):
                 raise TimeoutError(
                     "the transfer deadline passed before the byte budget sufficed: the model completed too few steps"
@@ -487,7 +488,7 @@ class _ExpertExchanger:
     def _batches(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
     ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
-        """Split pieces into batches within the budget. Both ends split alike, as experts in a layer have one size."""
+        """Split pieces into batches within the budget. A layer's experts have equal sizes, so both ends split alike."""
         batch: tuple[list[Parcel], list[Parcel]] = ([], [])
         batch_size = 0
         for pair in zip_longest(leaving, arriving):
@@ -505,7 +506,7 @@ class _ExpertExchanger:
 
 
 def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Split parcels into messages. A tensor in blocks is not split, because it can only be sent whole."""
+    """Split parcels into messages. A tensor in blocks is not split, because it can only be sent as a whole."""
     pieces = []
     for parcel in parcels:
         whole = in_blocks(parcel.data)

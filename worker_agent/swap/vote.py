@@ -1,9 +1,9 @@
 """Casts, counts and schedules this rank's votes, and resumes voting after the vote link has been lost.
 
 A ballot is cast at one step boundary and counted at a later one. Both boundaries are fixed in advance and are the same
-on every rank. A rank that gets there early waits. Ranks never poll for completion, because different ranks could then
-see an outcome at different steps. The interval until the next vote depends only on the previous outcome, which is the
-same on all ranks, so their next votes are also at the same forward pass.
+on every rank. A rank that reaches the second boundary early waits there. Ranks never poll for completion, because
+different ranks could then see an outcome at different steps. The interval until the next vote depends only on the
+previous outcome, which is the same on all ranks, so their next votes are also at the same forward pass.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
-"""Maximum wait for the other ranks to confirm an install. Giving up is safe, because the model's next collective waits
-for a late rank until that rank has either installed the part or halted."""
+"""Maximum time to wait for the other ranks to confirm an install. Giving up is safe, because the model's next
+collective waits for a late rank until that rank has either installed the part or halted."""
 _FAILURE_SECONDS = 0.5
-"""Interval for checking whether a peer has reported a failure, which may arrive before its link is known to end."""
+"""Interval for checking whether a peer has reported a failure, which may arrive before its link is seen to close."""
 _SUSPICION_SECONDS = 5.0
-"""Wait for ballots after which a rank asks its peers for their positions, to find any whose pass count is stuck."""
+"""Time after which a rank that lacks ballots asks its peers for their positions, to find a stuck pass count."""
 _VOTE_LAG = 2
 """Number of forward passes between casting and counting a ballot. It is capped at the vote interval."""
 _IDLE_INTERVALS = 4
 """Number of vote intervals between votes while no rank holds a plan. A new plan waits at most this long."""
 _BUSY_PASSES = 64
-"""Number of forward passes for which votes stay frequent after a plan. On drifting heat, another plan follows soon."""
+"""Number of forward passes for which votes stay frequent after a plan. When heat drifts, another plan soon follows."""
 _MAX_ASTRAY_VOTES = 3
 """Number of consecutive votes at different forward passes after which the ranks open a new vote link. Fewer are
 harmless, for example after a missed call."""
 _PROVEN_PASSES = 256
-"""Number of forward passes of voting after which the vote link counts as reliable."""
+"""Number of forward passes with voting after which the vote link counts as reliable."""
 
 
 class Voter:
-    """Caster and counter of this rank's ballots over one vote link, one vote at a time.
+    """Casts this rank's ballots and counts the votes over one vote link, one vote at a time.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Voter:
     due
         Forward pass after which the vote is counted.
     ballots_at
-        Time at which all ballots of the last counted vote had arrived, in seconds.
+        Time by which all ballots of the last counted vote had arrived, in seconds.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Voter:
         return outcome
 
     def all_have_installed(self, done: bool) -> bool:
-        """Exchange install results with all ranks. Return False if any rank failed to install the part.
+        """Exchange install results with all ranks, and return False if any rank failed to install the part.
 
         A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` on a broken link.
 
@@ -183,7 +183,7 @@ class Voter:
         return answers != [0] and not self._has_failed()
 
     def leave(self) -> None:
-        """Stop voting without waiting. The other ranks notice at once that the link has ended.
+        """Stop voting without waiting. The other ranks notice at once that the link is closed.
 
         A vote in progress may still have to be settled, because other ranks may have its outcome.
         """
@@ -259,7 +259,7 @@ class VoteSchedule:
         self._runtime = runtime
         self._history = history
         self._at_loss: tuple[int, SwitchState] | None = None
-        """Number of the last vote, and the state, when voting stopped."""
+        """Number of the last vote and the state at the time when voting stopped."""
         self._next = 1
         """Forward pass of the next vote."""
         self._last_plan_pass: int | None = None
@@ -274,12 +274,12 @@ class VoteSchedule:
 
     @property
     def complaint(self) -> str | None:
-        """Problem that keeps the ranks from resuming voting, or ``None``."""
+        """Problem that keeps the ranks from resuming their votes, or ``None``."""
         return None if self._reformation is None else self._reformation.complaint
 
     @property
     def trouble(self) -> str | None:
-        """Reason to open a new vote link, other than a vote's outcome; ``None`` if there is none."""
+        """Reason to open a new vote link that does not follow from a vote's outcome; ``None`` if there is none."""
         if self._group.peer_left and self.voter is not None:
             # The link is broken, but this rank would only notice at its next vote, which may be far off.
             return "another rank has left the vote link"

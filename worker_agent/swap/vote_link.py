@@ -1,4 +1,4 @@
-"""Link over which ranks vote. All its collectives have the same width and carry their kind and number.
+"""Link over which the ranks vote. Its collectives all have the same width, and carry their kind and number.
 
 Ranks can get out of step, for example after an interrupt that only one host survived. Their collectives could then
 differ in buffer size, and gloo would end the process. With equal widths, every rank gets an error instead.
@@ -24,7 +24,7 @@ _HEADER = 4
 
 
 class VoteError(RuntimeError):
-    """The collective failed on this rank. Other ranks may have received its result."""
+    """Raised if a collective fails on this rank. Other ranks may have received its result."""
 
 
 class Kind(enum.IntEnum):
@@ -57,7 +57,7 @@ class Reduction:
     kind
         Purpose of the collective.
     number
-        Number of the vote to which it belongs.
+        Number of the vote to which the collective belongs.
     values
         This rank's integers, at most ``BALLOT_WIDTH``.
     """
@@ -91,7 +91,7 @@ class Reduction:
 
     @property
     def broken(self) -> bool:
-        """True if this rank knows that the link has ended. This never waits."""
+        """True if the link is closed, as far as this rank knows. This never waits."""
         if self._work is None:
             return True
         if not self._work.is_completed():
@@ -104,7 +104,7 @@ class Reduction:
 
     @property
     def pending(self) -> bool:
-        """True until all ranks have joined or the link has ended."""
+        """True until all ranks have joined or the link is closed."""
         return self._work is not None and not self._work.is_completed()
 
 
@@ -132,7 +132,7 @@ class VoteLink:
         kind
             Purpose of the collective.
         number
-            Number of the vote to which it belongs.
+            Number of the vote to which the collective belongs.
         values
             This rank's integers, at most ``BALLOT_WIDTH``.
         """
@@ -145,7 +145,7 @@ class VoteLink:
         return self._last
 
     def ended(self) -> bool:
-        """Return True if this rank has left the link, or knows that it has ended. This never waits.
+        """Return True if this rank has left the link, or knows that it is closed. This never waits.
 
         A pending collective reveals this. If there is none, this call starts a probe that no other rank joins, and a
         later call checks whether the probe has failed or is still pending. Any vote over this link after a probe ends
@@ -160,7 +160,7 @@ class VoteLink:
         return False
 
     def leave(self) -> None:
-        """Close the link without waiting. The other ranks notice at once that it has ended."""
+        """Close the link without waiting. The other ranks notice at once that it is closed."""
         # Destroying a group waits for its pending collective, up to the timeout, so a separate thread does it. That
         # thread is not a daemon, because destroying a group while the interpreter shuts down would abort the process.
         references: list[Any] = [self._last, self._group]

@@ -1,7 +1,7 @@
-"""Download of the peers' balancers from a package index, without the dependencies of their packages.
+"""Download the peers' balancers from a package index, without their packages' dependencies.
 
 Each archive is downloaded once and checked against its SHA-256 digest. Only the balancers' files are unpacked, into the
-user's cache. They are imported without their inference engine: empty modules replace the rest of it.
+user's cache. They are imported without the rest of their inference engine, which is replaced with empty modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin
 
 SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
-"""Folder in which the balancers are cached."""
+"""Directory in which the balancers are cached."""
 INDEX = "https://pypi.org/simple"
 """Default package index."""
 
@@ -40,11 +40,11 @@ _CHUNK = 1 << 16
 
 
 class PeerError(RuntimeError):
-    """A peer cannot be fetched; the message gives the reason."""
+    """Raised if a peer cannot be fetched. The message gives the reason."""
 
 
 class IndexUnreachableError(PeerError):
-    """The package index does not answer in time. Requests for other packages would fail too."""
+    """Raised if the package index does not respond in time. Requests for other packages would then fail as well."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Package:
     archive
         File name of the wheel or source archive.
     folder
-        Folder with the balancers in the archive, ending in a slash.
+        Path of the balancers' directory within the archive, ending in a slash.
     sha256
-        Digest of the archive in hexadecimal.
+        Hexadecimal digest of the archive.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Package:
 
     @property
     def root(self) -> Path:
-        """Cache folder of this version."""
+        """Cache directory for this version."""
         return SOURCES / f"{self.name}-{self.version}"
 
 
@@ -133,7 +133,7 @@ def fetch(package: Package, index: str) -> None:
 
 
 def import_from(package: Package, module: str) -> types.ModuleType:
-    """Import a module from a package's folder of balancers by its full name, with empty parent packages."""
+    """Import a module by its full name from a package's cached balancers, with empty parent packages."""
     parents = package.folder.strip("/").split("/")
     for depth in range(1, len(parents) + 1):
         name = ".".join(parents[:depth])
@@ -168,7 +168,7 @@ def _download(package: Package, index: str) -> bytes:
 
 
 def _read(address: str, seconds: float) -> bytes:
-    """Download a page or archive of an index.
+    """Download a page or archive from an index.
 
     Raises ``ValueError`` if the address is not HTTP or HTTPS, and ``TimeoutError`` if the download takes more than
     ``seconds``.
@@ -188,7 +188,7 @@ def _read(address: str, seconds: float) -> bytes:
 def _files(data: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the path and content of each file of a wheel or source archive.
 
-    Paths in a source archive omit its top-level folder.
+    Paths in a source archive omit its top-level directory.
     """
     if data.startswith(b"PK"):
         with zipfile.ZipFile(io.BytesIO(data)) as wheel:

@@ -28,7 +28,7 @@ class _FlashLB:
 
     def __init__(self) -> None:
         self._torch = _torch()
-        # FlashLB reads the number of ranks and uses different thresholds from 32 ranks.
+        # FlashLB reads the number of ranks, and uses different thresholds for 32 or more ranks.
         self._group = SimpleNamespace(world_size=0)
         stand_in("vllm.logger", {"logger": _quiet_logger()})
         stand_in("vllm_ascend.distributed.parallel_state", {"get_dynamic_eplb_group": None})
@@ -37,7 +37,7 @@ class _FlashLB:
         self._policy = module.FlashLB()
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide from the heat of each step and slot. FlashLB returns the list of layers that it changes."""
+        """Decide based on the heat per step and slot. FlashLB returns the list of layers that it changes."""
         self._group.world_size = scene.placement_LRS.shape[1]
         workload = self._torch.from_numpy(_by_slot(scene))
         current = self._torch.from_numpy(scene.placement_LRS.copy())
@@ -49,7 +49,7 @@ class _FlashLB:
 
 
 class _AscendPolicy:
-    """vLLM-Ascend's SwiftBalancer or default balancer. Both use the summed heat of the window."""
+    """vLLM-Ascend's SwiftBalancer or default balancer. Both use the window's summed heat."""
 
     def __init__(self, module: str, name: str) -> None:
         self._torch = _torch()
@@ -97,7 +97,7 @@ class _Stair:
         self._committed_L = np.zeros(0)
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide from the heat of each step and expert, with all ranks on one node."""
+        """Decide based on the heat per step and expert, with all ranks on one node."""
         layers, ranks, _ = scene.placement_LRS.shape
         if self._committed_L.size != layers:
             self._committed_L = np.full(layers, np.nan)
@@ -121,7 +121,7 @@ class _VllmDefault:
         self._policy = import_from(VLLM, "default").DefaultEplbPolicy
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide from the summed heat of the window."""
+        """Decide based on the window's summed heat."""
         layers, ranks, slots = scene.placement_LRS.shape
         weight = self._torch.from_numpy(scene.heat_TLE.sum(axis=0).astype(np.float32))
         current = self._torch.from_numpy(scene.placement_LRS.reshape(layers, -1).astype(np.int64))
@@ -141,7 +141,7 @@ class _Sglang:
         self._policy = import_from(SGLANG, module)
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide from the summed heat for ``deepseek``, and from the heat of each step for ``deepseek_vec``."""
+        """Decide based on the summed heat for ``deepseek``, and on the heat per step for ``deepseek_vec``."""
         layers, ranks, slots = scene.placement_LRS.shape
         heat = self._torch.from_numpy(scene.heat_TLE.astype(np.float32))
 
@@ -183,7 +183,7 @@ def _torch() -> Any:
 
 
 def _by_slot(scene: Scene) -> np.ndarray:
-    """Return the heat of each slot if replicas share tokens evenly, float64 ``[T, L, R, S]``."""
+    """Return the heat of each slot if an expert's replicas get equal shares of its tokens, float64 ``[T, L, R, S]``."""
     steps, _, experts = scene.heat_TLE.shape
     by_slot = np.empty((steps, *scene.placement_LRS.shape))
     for layer, placed_RS in enumerate(scene.placement_LRS):
@@ -193,7 +193,7 @@ def _by_slot(scene: Scene) -> np.ndarray:
 
 
 def _timed(rebalance: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Call a balancer and return its result, the CPU seconds and the wall-clock seconds."""
+    """Call a balancer, and return its result and the call's CPU and wall-clock seconds."""
     cpu_start = time.process_time()
     wall_start = time.perf_counter()
     result = rebalance()

@@ -1,4 +1,4 @@
-"""Token dispatchers, which send tokens to the ranks of their experts and return the outputs."""
+"""Token dispatchers, which send tokens to the ranks of their experts and send the outputs back."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class All2AllVDispatcher(_Dispatcher):
 
 
 class AllGatherDispatcher(_Dispatcher):
-    """Dispatcher for ranks that have all ranks' tokens. Each rank computes the choices whose experts it holds.
+    """Dispatcher for ranks that each have the tokens of all ranks. A rank computes the choices whose experts it holds.
 
     It does not exchange anything: the preparation gathers the tokens beforehand and reduces the outputs, which are
     partial sums in the tokens' dtype. As in the engines, each rank looks up the experts of all tokens in its own

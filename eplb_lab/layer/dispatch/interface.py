@@ -1,6 +1,6 @@
 """Token dispatcher interface and shared helpers.
 
-A dispatcher sends token choices to the ranks of their physical experts, and later returns the experts' outputs.
+A dispatcher sends token choices to the ranks of their physical experts, and later sends the experts' outputs back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DispatchRequest:
     """
 
     check_values: bool = False
-    """True if dispatchers check their additional requirements on the ids, which waits for an accelerator."""
+    """True if dispatchers check their additional requirements on the ids. On an accelerator, this blocks the host."""
 
     @property
     def active_TK(self) -> torch.Tensor:
@@ -105,11 +105,13 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows received for this rank's experts, and the function that returns their outputs."""
+    """Rows received for this rank's experts, and the function that sends their outputs back."""
 
     batch: ExpertBatch
     combine: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-    """Starts returning the experts' outputs, given in the order of the batch's rows. Call it only once.
+    """Starts sending the experts' outputs back to their source ranks. Call it only once.
+
+    The outputs are given in the order of the batch's rows.
 
     The result is a function that waits for the outputs of this rank's own tokens and returns their weighted sums,
     ``[T, H]``. It keeps no reference to the batch.
@@ -117,10 +119,10 @@ class Dispatched:
 
 
 class TokenDispatcher(Protocol):
-    """Dispatcher of token choices.
+    """Dispatcher for token choices.
 
-    Dispatch and combine are collective: every rank of the group calls them in every step, even without tokens. Both
-    return as soon as the tokens are in transit, so that the caller can do other work in the meantime. A dispatcher
+    Dispatch and combine are collective: every rank of the group calls them in every step, even if it has no tokens.
+    Both return as soon as the tokens are in transit, so that the caller can do other work in the meantime. A dispatcher
     keeps no state between calls.
     """
 
@@ -201,7 +203,7 @@ def sorted_rows(
 
 @dataclass(frozen=True)
 class WeightAndReduce:
-    """Last step of combine, which multiplies each choice's row by its weight and sums the rows of each token."""
+    """Last step of combine. It multiplies each choice's row by the choice's weight, and sums the rows of each token."""
 
     row_of_choice: torch.Tensor
     """int32 ``[T*K]``: row of each choice; arbitrary for choices without a row."""

@@ -21,7 +21,7 @@ _A3_CHIPS = range(250, 256)
 
 
 _DEFAULT_BUFFER = 200
-"""Size of HCCL's buffers in MB if HCCL_BUFFSIZE is not set."""
+"""Default size of HCCL's buffers in MB, used if HCCL_BUFFSIZE is not set."""
 
 _MEGABYTE = 2**20
 _MAX_CHOICES = 16
@@ -285,7 +285,7 @@ def _spread_padding(
 def _arriving_padding(
     group: RankGroup, physical_TK: torch.Tensor, active_TK: torch.Tensor, experts: int
 ) -> torch.Tensor:
-    """Exchange and return the number of padding rows that each local slot will receive, int64 ``[S]``."""
+    """Exchange padding counts, and return how many padding rows each local slot will receive, int64 ``[S]``."""
     # Count real choices as an additional expert.
     padding_P = count_ids(physical_TK.masked_fill(active_TK, experts), experts + 1)[:-1]
     return group.exchange(padding_P.view(group.size, -1)).sum(dim=0)

@@ -45,7 +45,7 @@ def npu_moe_distribute_dispatch_v2(
     group_ep
         Name of the expert-parallel group.
     x_active_mask
-        bool ``[T]`` or ``[T, K]``; choices that are not set are not sent.
+        bool ``[T]`` or ``[T, K]``; unset choices are not sent.
     expert_scales
         float32 weights ``[T, K]``, if nodes communicate in two levels.
     group_tp
@@ -58,12 +58,12 @@ def npu_moe_distribute_dispatch_v2(
     Returns
     -------
     tuple of torch.Tensor
-        Seven tensors. A is ``global_bs`` times the lesser of K and the number of local experts.
+        Seven tensors. A is ``global_bs`` times the smaller of K and the number of local experts.
 
         1. Received rows ``[A, H]``, sorted by local expert and then by source rank.
         2. Scales of the rows, ``[A]``.
         3. Assist info, an opaque tensor that combine needs.
-        4. Tokens of each local expert, int64.
+        4. Number of tokens for each local expert, int64.
         5. Cumulative counts by expert and source rank, int32 ``[S * R]``; longer if nodes communicate in two levels.
         6. Row count of each tensor-parallel rank, int32.
         7. Weights of the rows ``[A]``, if nodes communicate in two levels.
@@ -140,7 +140,7 @@ def npu_moe_distribute_combine_v2(
     shared_expert_rank_num: int = 0,
     global_bs: int = 0,
 ) -> torch.Tensor:
-    """Return the rows to their source ranks, and sum each token's rows with their weights (collective).
+    """Send the rows back to their source ranks, and compute the weighted sum of each token's rows (collective).
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ def _require_no_shared_ranks(expert_shard_type: int, shared_expert_rank_num: int
 
 
 def _group(name: str, size: int, rank: int) -> RankGroup:
-    """Return the group with this name. Raises ``ValueError`` if its size or this rank's number differs."""
+    """Return the group with this name. Raises ``ValueError`` if its size or this rank's index differs."""
     group = RankGroup.named(name)
     require(
         (group.size, group.rank) == (size, rank),

@@ -48,7 +48,7 @@ def npu_grouped_matmul(
     per_token_scale
         One tensor, ``[N]``: scales of an int8 product's rows.
     group_list
-        int64 ``[G]``, rows of each group.
+        int64 ``[G]``, number of rows in each group, encoded as ``group_list_type``.
     split_item
         2 or 3: return one tensor.
     group_type
@@ -204,7 +204,7 @@ def npu_moe_token_permute(
 def npu_moe_token_unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Undo ``npu_moe_token_permute``, and sum the rows of each token's choices with their weights.
+    """Undo ``npu_moe_token_permute``, and compute the weighted sum of the rows of each token's choices.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def npu_moe_init_routing_v2(
     tuple of torch.Tensor
         1. Rows ``[T*K, H]``. Rows after those of the active choices are undefined.
         2. Row of each choice, int32 ``[T*K]``, or -1 if its expert is not active.
-        3. Tokens of each active expert, int64.
+        3. Number of tokens for each active expert, int64.
         4. Scales of the rows, float32 ``[T*K]``, if they are quantised.
     """
     choices = expert_idx.shape[1]

@@ -92,7 +92,7 @@ def _start_host(_: Any, runner: Any) -> None:
 
 
 def _count_pass(_: Any, runner: Any, *__: Any, **___: Any) -> None:
-    """Count the pass after ``_forward_raw``, which has queued the model on the same stream as ``forward``."""
+    """Count the pass after ``_forward_raw``, which has enqueued the model's work on the same stream as ``forward``."""
     host = _host_of(runner)
     if host is not None:
         host.count_pass()

@@ -51,7 +51,7 @@ class SglangHost(EngineHost):
         recorder
             SGLang's expert distribution recorder.
         rank
-            This rank's number among the EP ranks.
+            This rank's index among the EP ranks.
         group
             Process group of the EP ranks, for CPU tensors.
 
@@ -92,7 +92,7 @@ class SglangHost(EngineHost):
         self._start(layers, group, token_group, shared_values=shared_values, computes=computes)
 
     def _make_layers(self, rank: int) -> list[EngineLayer]:
-        """Prepare SGLang's tables and the heat rings, and return the agent's view of the layers."""
+        """Prepare SGLang's tables and the heat rings, and return the layers as the agent sees them."""
         weights = self._runner.model.routed_experts_weights_of_layer
         layer_ids = sorted(weights.keys())
         metadata = self._metadata

@@ -99,7 +99,7 @@ class SglangOptions:
         Parameters
         ----------
         allow_unverified
-            True to accept all-to-all backends that were never tested.
+            True to accept all-to-all backends that have never been tested.
 
         Raises
         ------

@@ -36,7 +36,7 @@ _MAX_ENTRIES = 16
 _PROBED_ROWS = 64
 
 _ALL_ROWS = 1 << 24
-"""A number of tokens that no pass reaches. Multiplied by the choices per token, it still fits in the 32-bit integers of
+"""Number of tokens that no pass reaches. Multiplied by the choices per token, it still fits in the 32-bit integers of
 vLLM's kernel."""
 
 
@@ -46,8 +46,8 @@ class VllmHost(EngineHost):
     A layer's ``log2phy`` is a view of vLLM's ``logical_to_physical_map``. If each rank has its own tokens, the view is
     the first column, and vLLM's replica count is set to one for every expert so that the router always reads that
     column. If ranks share tokens, the view has as many columns as an expert may have replicas. The router then selects
-    a column by hashing the token's row, so all of these ranks select the same one. vLLM does not count tokens per slot;
-    the service derives these counts from all ranks' choices.
+    a column by hashing the token's row, so all of these ranks select the same column. vLLM does not count tokens per
+    slot; the service derives these counts from all ranks' choices.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class VllmHost(EngineHost):
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def set_warming_up(self, warms_up: bool) -> None:
-        """Start or stop recording steps as dummy steps, which is done during the engine's warm-up."""
+        """Start or stop recording steps as dummy steps. Steps are dummy steps during the engine's warm-up."""
         self._warms_up = warms_up
 
     def _max_replicas(self) -> int:
@@ -166,7 +166,7 @@ class VllmHost(EngineHost):
         return min(redundant + 1, _MAX_ENTRIES, int(self._model.logical_to_physical_map.shape[2]))
 
     def _write_initial_tables(self) -> list[EngineLayer]:
-        """Write this rank's tables for vLLM's initial placement, and return the agent's view of the layers."""
+        """Write this rank's tables for vLLM's initial placement, and return the layers as the agent sees them."""
         model = self._model
         entries = self._entries
         table_LED = with_entries(self._initial.default_log2phy(entries)[self._tokens.first], 2)
@@ -200,8 +200,8 @@ class VllmHost(EngineHost):
     def _check_choices(self, group: dist.ProcessGroup) -> None:
         """Reject routers whose choice of replicas for the same tokens differs by rank (collective over ``group``).
 
-        Every rank routes the same batch, which covers all experts, twice. A router that picks at random gives different
-        results.
+        Every rank routes the same batch twice, and the batch covers all experts. A router that picks at random gives
+        different results.
         """
         model = self._model
         router = self._model.model.moe_layers[0].router
@@ -231,8 +231,8 @@ class VllmHost(EngineHost):
     def confirm_dispatch(self) -> None:
         """Check, after the model has run, that its layers still dispatch as they did when the agent started.
 
-        Raises ``UnsupportedEngineError`` if vLLM has chosen other kernels since. Release 0.23 does so for its older
-        style of quantisation methods.
+        Raises ``UnsupportedEngineError`` if vLLM has switched to different kernels, as release 0.23 does for
+        quantisation methods in the older style.
         """
         if self._token_group() != self._tokens:
             raise UnsupportedEngineError(
@@ -308,7 +308,7 @@ class _TokenGroup:
     Parameters
     ----------
     number
-        Number of the group, the same on all of its ranks; ``None`` if this rank shares its tokens with no other rank.
+        ID of the group, the same on all of its ranks; ``None`` if no other rank has this rank's tokens.
     first
         Lowest EP rank of the group, which counts the tokens.
     """
@@ -318,7 +318,7 @@ class _TokenGroup:
 
 
 class _Dispatch(NamedTuple):
-    """How an MoE layer dispatches its tokens.
+    """Dispatch method of an MoE layer.
 
     Parameters
     ----------
@@ -336,7 +336,7 @@ class _Dispatch(NamedTuple):
 
 
 def _dispatch_of(layer: Any) -> _Dispatch:
-    """Determine how an MoE layer dispatches, from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
+    """Determine an MoE layer's dispatch method from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
     runner = getattr(layer, "runner", layer)
     if not hasattr(runner, "do_naive_dispatch_combine"):
         raise UnsupportedEngineError(
@@ -353,7 +353,7 @@ def _dispatch_of(layer: Any) -> _Dispatch:
 
 
 def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: int) -> _TokenGroup:
-    """Derive this rank's token group from how vLLM's layers dispatch.
+    """Derive this rank's token group from the dispatch methods of vLLM's layers.
 
     Tokens are replicated across the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
     parallel. The naive dispatcher gathers the tokens of all ranks before the router runs. Every rank then routes all
@@ -366,7 +366,7 @@ def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: i
     parallel_config
         vLLM's ``ParallelConfig``.
     rank
-        This rank's number in the EP group.
+        This rank's index in the EP group.
     ranks
         Size of the EP group.
 

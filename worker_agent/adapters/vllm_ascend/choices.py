@@ -7,7 +7,7 @@ import torch
 MAX_BUFFERED = 1 << 15
 """Maximum number of choices to buffer per layer.
 
-Larger steps are counted without buffering, because they take long anyway and would need megabytes of buffer.
+Larger steps are counted without buffering, because they are slow anyway and would need megabytes of buffer.
 """
 
 
@@ -51,7 +51,7 @@ class ChoiceCounter:
 
     @property
     def chosen_LE(self) -> torch.Tensor:
-        """Choices since the last ``clear``, int32 ``[L, E]``."""
+        """Number of choices since the last ``clear``, int32 ``[L, E]``."""
         self._add_up()
         return self._chosen_LE
 

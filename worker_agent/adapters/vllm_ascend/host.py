@@ -1,4 +1,4 @@
-"""vLLM-Ascend host: runs one rank's agent in place of ``EplbUpdator`` and is called by the model runner."""
+"""vLLM-Ascend host, which runs one rank's agent. The model runner calls it in place of ``EplbUpdator``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GATHERING_DEVICES = frozenset({"A2", "A5"})
 
 
 class NoManager:
-    """Replacement for ``multiprocessing.Manager``: its dictionary needs no sharing, since no subprocess runs."""
+    """Replacement for ``multiprocessing.Manager``: its dictionary is not shared, because there is no subprocess."""
 
     @staticmethod
     def dict(initial: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class AscendHost(EngineHost):
     def _agent_layers(
         self, heat: _HostHeat, placement: Placement, rank: int, shares_tokens: bool, group: dist.ProcessGroup
     ) -> list[AscendLayer]:
-        """Return the agent's view of the layers, whose formats must be the same on all ranks (collective)."""
+        """Return the layers as the agent sees them. Their formats must be the same on all ranks (collective)."""
         from vllm_ascend._version import __version__
 
         layers = self.adaptor.layers
@@ -280,7 +280,7 @@ class AscendHost(EngineHost):
             self._in_dummy_run = before
 
     def shutdown(self) -> None:
-        """Stop the agent, because the engine stops."""
+        """Stop the agent, because the engine is stopping."""
         self.close()
         AscendHost.of_this_process = None
 
@@ -288,7 +288,8 @@ class AscendHost(EngineHost):
 def may_gather(device: str, placement: Placement) -> bool:
     """Return True if a step on ``device`` may gather the tokens of all ranks, which then need the same table.
 
-    The adapter rejects such steps if there are redundant experts. Every rank then routes only its own tokens.
+    The result is False if there are redundant experts. The adapter then rejects such steps, so every rank routes only
+    its own tokens.
     """
     return device in _GATHERING_DEVICES and not _has_redundant(placement)
 

@@ -39,7 +39,7 @@ def expert_weights(
     Parameters
     ----------
     layer
-        ``AscendFusedMoE`` whose weights were loaded and processed.
+        ``AscendFusedMoE`` whose weights have been loaded and processed.
     quantised
         True if the model has a quantisation config. If it has none, the layer's quantisation type is ignored.
     release
@@ -106,7 +106,7 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
 
 
 def _comparable(npu_format: int) -> int:
-    """Return the format number, with one common number for all formats that store elements in order."""
+    """Return the format number, or one common number for all formats that store elements in order."""
     return 2 if npu_format in BASE_FORMATS else npu_format
 
 
@@ -134,7 +134,7 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
 
 
 class AscendLayer(EngineLayer):
-    """A layer of vLLM-Ascend, which may replace tensors in its lists during serving.
+    """A vLLM-Ascend layer. While serving, vLLM-Ascend may replace tensors in the layer's lists.
 
     It has the parameters of ``EngineLayer``.
     """
