@@ -11,8 +11,12 @@ WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WIT
 
 Checksums are off because they would stop the agent first.
 """
-MAX_LOST = 0.5
-"""Maximum number of lost steps of heat per received step. The service shares two cores with the engine's processes."""
+MAX_LOST = 2.0
+"""Maximum number of lost steps of heat per received step.
+
+The engine's processes run 250 passes per second on the two cores that they share with the service. With tensor-parallel
+ranks, their heat sometimes does not arrive for seconds, and the agents then drop the oldest.
+"""
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
 
