@@ -164,7 +164,7 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
     Parameters
     ----------
     contest
-        Processes in which the policies run.
+        Processes that run the policies.
     scenario
         Heat, ranks and slots.
     taking_part
@@ -228,7 +228,7 @@ def _source(entrant: Entrant) -> str:
 def loops(
     contest: Contest, scenarios: Sequence[Scenario], taking_part: Sequence[Entrant]
 ) -> Iterator[dict[str, Any]]:
-    """Yield each entrant's result for each scenario. Combinations in which the entrant fails are skipped."""
+    """Yield each entrant's result for each scenario. If the entrant fails, the combination is skipped."""
     for scenario in scenarios:
         for entrant in taking_part:
             row = _loop(contest, scenario, entrant)

@@ -1,4 +1,4 @@
-"""Processes in which policies decide, one process per policy, warmed up before anything is measured.
+"""Processes that run the policies, one process per policy, warmed up before anything is measured.
 
 A policy that crashes or hangs affects only its own figures. Our policies and the peers run in the same kind of process,
 each on one thread. Time limits count CPU time, so that a busy machine does not exclude a policy.
@@ -45,7 +45,7 @@ class Contest:
     peers
         Names of the peers, as in ``balancers.PEERS``.
     index
-        URL of the package index from which to fetch the peers' sources; empty to use only cached sources.
+        URL of the package index that provides the peers' sources; empty to use only cached sources.
     limit_seconds
         CPU seconds after which a decision times out. A decision also times out if its process is blocked.
     report
@@ -295,7 +295,7 @@ def _decide(maker: Callable[[], Policy] | None, scene: Scene) -> Decision | str:
 
 
 def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
-    """Return a scene with a window and the engines' initial layout, in which experts are placed in order.
+    """Return a scene with a window and the engines' initial layout, which places the experts in order.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ class Decision:
     placement_LRS
         int32 ``[L, R, S]``, new placement. Peers may place an expert twice on the same rank.
     tables_RLE
-        int32 ``[R, L, E]``, new tables. ``None`` for the engines' rule, in which rank ``r`` sends to replica
+        int32 ``[R, L, E]``, new tables. ``None`` for the engines' rule: rank ``r`` sends to replica
         ``r % replicas``.
     promised_L
         float64 ``[L]``, PAR that the policy expects on the window. ``None`` if it does not report one.

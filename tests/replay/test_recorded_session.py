@@ -31,7 +31,7 @@ Decide = Callable[[DecisionInputs], tuple[Plan, Outlook]]
 
 @dataclass
 class Recording:
-    """What a service decided, and what it charged.
+    """Decisions of a service and their costs.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Recording:
         return recorder
 
     def listen(self, patch: pytest.MonkeyPatch) -> None:
-        """Record the decisions of services in this process and what they charge for them."""
+        """Record the decisions, and their costs, of services in this process."""
         record_decision = Deployment.record_decision
         record_time_price = Deployment.record_time_price
 
@@ -136,7 +136,7 @@ async def test_a_replay_decides_at_the_same_steps_with_the_same_plans_as_the_ser
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
         recording.listen(patch)
-        # With this CPU share, a decision is paid for in about as many steps as decisions are apart.
+        # With this CPU share, the budget for a decision accrues over about 30 steps.
         service_settings = settings(
             window_steps=WINDOW, decision_interval=FIRST, report_steps=1, cpu_share=0.02, move_price=0.05
         )

@@ -310,7 +310,7 @@ class SwitchDriver:
         """Stop voting and all threads, without waiting for other ranks to do the same.
 
         If a vote that could commit a layer is in progress, the ranks settle it. No rank commits unless a peer has
-        already committed at this same boundary, in which case this rank commits too. Raises ``FatalSwitchError`` if a
+        already committed at this same boundary; this rank then commits too. Raises ``FatalSwitchError`` if a
         rank that may have committed does not answer.
         """
         try:

@@ -28,7 +28,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin
 
 SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
-"""Directory in which the balancers are cached."""
+"""Cache directory for the balancers."""
 INDEX = "https://pypi.org/simple"
 """Default package index."""
 

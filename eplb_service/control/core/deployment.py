@@ -34,7 +34,7 @@ _MAX_PROBLEMS = 8
 _STEPS_PER_COMPLETE_STEP = 8
 """While a rank's heat is late, a decision requires at least one in this many steps to be complete."""
 _LATE_REPORTS = 2
-"""A rank's heat is late if it is more than this many reports behind that of the rank furthest ahead."""
+"""A rank's heat is late if it is more than this many reports behind the furthest rank's."""
 _MAX_TOTAL = 1 << 62
 """Upper bound on each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 

@@ -271,7 +271,7 @@ class Group:
         return replace(self, live=None)
 
     def _with_waiting(self, hello: Hello, assembled: Assembled | None) -> Group:
-        """Add a Hello to those of the incomplete group, and set the layout if it is the last missing one."""
+        """Add a Hello to the incomplete group, and set the layout if it is the last missing one."""
         first = next(iter(self.waiting.values()), None)
         if first is not None and hello.version != first.version:
             raise ConflictError(_version_difference(hello, *first.version))
@@ -301,7 +301,7 @@ class Attendance:
         Time of the first check at which connected ranks were waiting for the rest of their group; ``None`` if no rank
         is waiting.
     forming_overdue
-        True if they have waited so long that another group may replace this one.
+        True if they have waited long enough for a different group to replace this one.
     departed_since
         Time of the first check at which no rank was connected; ``None`` if a rank is connected.
     """
