@@ -1,23 +1,23 @@
-"""Checks of answers, switches and heat, shared by the tests of real engines."""
+"""Checks of answers, switches and heat that the tests of real engines share."""
 
 import subprocess
 
 from tests.engines.environments import python_of
 
 SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
-"""Difference of log-probabilities in float32. A moved expert changes the summation order of its outputs."""
+"""Difference in log-probabilities, in float32. Moving an expert changes the order in which outputs are summed."""
 WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
-"""Enables a bug that every comparison of answers must detect.
+"""Environment variables that enable a bug, which every comparison of answers must detect.
 
 Checksums are off because they would stop the agent first.
 """
 MAX_LOST = 0.5
-"""Maximum number of lost steps of heat per received step. The service shares two cores with the engine's processes."""
+"""Maximum ratio of lost to received steps of heat. The service shares two cores with the engine's processes."""
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
 
 def check_same_answers(balanced, alone, most_ties=0.0):
-    """Check that all tokens are equal and that their log-probabilities differ only by rounding, except for ties."""
+    """Check that, except for ties, all tokens are equal and log-probabilities differ only by rounding."""
     assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
     apart = sorted(
         abs(here - there)
@@ -47,14 +47,14 @@ def check_switches(service, least, log):
 
 
 def check_heat(status, service):
-    """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
+    """Check that few steps of heat were lost. On a busy machine some may be lost, and the service counts them."""
     print(f"{status.steps_received} steps arrived completely, {status.steps_lost} were lost")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
 
 def in_engine(engine, site, code, **environment):
-    """Run ``code`` with the engine's interpreter and the agent on its path."""
+    """Run ``code`` with the engine's interpreter and with the agent on its path."""
     settings = {"PYTHONPATH": str(site), "VLLM_PLUGINS": "", "PATH": "/usr/bin:/bin", **environment}
     return subprocess.run(
         [python_of(engine), "-c", code],

@@ -1,4 +1,4 @@
-"""A replay of a service's recorded heat, with the CPU costs that it charged, makes the same decisions."""
+"""A replay of a service's recorded heat makes the same decisions, given the CPU costs that the service charged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Decide = Callable[[DecisionInputs], tuple[Plan, Outlook]]
 
 @dataclass
 class Recording:
-    """What a service decided, and what it charged.
+    """The decisions that a service made, and the costs that it charged.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Recording:
     inputs: list[DecisionInputs] = field(default_factory=list)
 
     def recorded(self, decide: Decide) -> Decide:
-        """Return ``decide``, recording every call."""
+        """Return a ``decide`` that records every call."""
 
         def recorder(inputs: DecisionInputs) -> tuple[Plan, Outlook]:
             plan, outlook = decide(inputs)
@@ -62,7 +62,7 @@ class Recording:
         return recorder
 
     def listen(self, patch: pytest.MonkeyPatch) -> None:
-        """Record the decisions of services in this process and what they charge for them."""
+        """Record the decisions of services in this process, and the costs that they charge for them."""
         record_decision = Deployment.record_decision
         record_time_price = Deployment.record_time_price
 
@@ -83,7 +83,10 @@ class Recording:
 
 
 def workloads() -> Int32:
-    """Return heat of three workloads, with a different hot expert in each layer, and short bursts in the third."""
+    """Return heat from three workloads.
+
+    Each layer has a different hot expert, and the third workload has short bursts.
+    """
     heat_TLE = np.concatenate([skewed_heat(70), skewed_heat(60, seed=1)[:, :, ::-1], skewed_heat(90, seed=2)])
     heat_TLE[170:173, :, 0] += 400
     return np.ascontiguousarray(heat_TLE)
@@ -136,7 +139,7 @@ async def test_a_replay_decides_at_the_same_steps_with_the_same_plans_as_the_ser
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
         recording.listen(patch)
-        # With this CPU share, a decision is paid for in about as many steps as decisions are apart.
+        # With this CPU share, it takes about one decision interval to accrue the cost of a decision.
         service_settings = settings(
             window_steps=WINDOW, decision_interval=FIRST, report_steps=1, cpu_share=0.02, move_price=0.05
         )
