@@ -38,9 +38,9 @@ _NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Check:
-    """Command of a check, and its time limit in seconds.
+    """A check's command, and its time limit in seconds.
 
-    The last line of the command's output becomes the text in the table.
+    The last line of the command's output is shown in the table.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Row of the table of results."""
+    """Row in the results table."""
 
     name: str
     verdict: str
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks, or one part in this process; return the exit code."""
+    """Run the checks, or run one part in this process, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "npu"), help="kind of device (default: detected by torch)"
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checks(device: str) -> list[Check]:
-    """Return all checks for a kind of device, the most important first."""
+    """Return all checks for a kind of device, most important first."""
     module = [sys.executable, "-m", "tools.device_checks", "--device", device, "--part"]
     pytest = [sys.executable, "-m", "pytest"]
     return [
@@ -101,7 +101,7 @@ def run(planned: Sequence[Check], seconds: float) -> list[Outcome]:
 
 
 def report(outcomes: Sequence[Outcome]) -> int:
-    """Print the table; return 1 if a check failed, else 0."""
+    """Print the table. Return 1 if a check failed, else 0."""
     print()
     for row in outcomes:
         print(f"{row.verdict:<8} {row.name:<32} {row.seconds:>6.1f} s  {row.text[:_WIDTH]}")
@@ -138,7 +138,7 @@ def _last(output: str) -> str:
 
 
 def transfers(device: torch.device) -> str:
-    """Move experts to other ranks and back with checksums, over the links between devices if there are several."""
+    """Move experts to other ranks and back with checksums. If there are several devices, use the links between them."""
     count = 1 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
     command = [sys.executable, "-m", "worker_agent.doctor", "--json", "--device", device.type]
     ranks = max(2, min(count, 8))
@@ -147,7 +147,7 @@ def transfers(device: torch.device) -> str:
 
 
 def of_round_trip(output: str) -> str:
-    """Return the doctor's findings about the devices. Findings about the environment and the service do not count.
+    """Return the doctor's findings about the devices. Findings about the environment and the service are ignored.
 
     Raises ``RuntimeError`` if the round trip did not succeed.
     """
@@ -190,7 +190,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def counting(device: torch.device) -> str:
-    """Time the counting of choices per layer, including the wait for the device."""
+    """Time counting the choices per layer, including the wait for the device."""
     from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 
     counter = ChoiceCounter(_LAYERS, _EXPERTS, device)
@@ -211,7 +211,7 @@ def counting(device: torch.device) -> str:
 
 
 def commit(device: torch.device) -> str:
-    """Time the installation of experts, including the wait for the device, against a plain copy of the same size."""
+    """Time installing experts, including the wait for the device, against a plain copy of the same size."""
     from benchmarks.switch.parts import commit as timed
 
     ratio = timed(_HIDDEN, _INTERMEDIATE, _MOVED, _ROUNDS, device)

@@ -2,8 +2,8 @@
 
 ``make known-engines`` records every version in ``engine_sources.VERSIONS`` in the adapters' ``known.json`` and prints
 the changes between successive versions. Read these before you add a version. ``ARGS="--engine vllm TARGET ..."`` adds
-functions. The engines need not be installed. The fingerprints equal those that
-``worker_agent.adapters.compat.fingerprint`` computes in an installed engine.
+functions. The engines need not be installed. The fingerprints are identical to those that
+``worker_agent.adapters.compat.fingerprint`` computes for an installed engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def find(folder: Path, target: str) -> Function | None:
-    """Return the function at ``module:qualified.name`` of the package in ``folder``, or ``None`` if it is missing."""
+    """Return the function at ``module:qualified.name`` in the package in ``folder``, or ``None`` if it is missing."""
     module, _, name = target.partition(":")
     path = folder.joinpath(*module.split("."))
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
@@ -58,7 +58,7 @@ def _differences(old: dict[str, Function], new: Mapping[str, Function | None]) -
 
 
 def _definitions(node: ast.AST) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the classes and functions defined directly in ``node``, including those below ``if`` and ``try``."""
+    """Return the classes and functions defined directly in ``node``, including those under ``if`` and ``try``."""
     definitions: list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, *_FUNCTIONS)):
@@ -78,7 +78,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 
 
 def main() -> None:
-    """Record all versions of one engine or of every engine."""
+    """Record all versions of one engine, or of every engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--engine", choices=VERSIONS, help="engine to record; by default, all")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def record(engine: str, new_targets: list[str]) -> None:
-    """Write one adapter's ``known.json`` and print the changes between releases; ``new_targets`` are added to it."""
+    """Add ``new_targets`` to one adapter's ``known.json``, write it, and print the changes between releases."""
     path = Path(compat.__file__).parent / engine / "known.json"
     known = json.loads(path.read_text())
     targets = sorted({*new_targets, *(target for functions in known.values() for target in functions)})

@@ -27,7 +27,7 @@ VERSIONS = {
 }
 """Supported versions of each engine's package, oldest first."""
 WHEELS_ONLY = ("sglang",)
-"""Packages without a source distribution; their wheels contain the Python source."""
+"""Packages without a source distribution. Their wheels contain the Python source."""
 
 _FETCH = """
 import sys
@@ -58,10 +58,10 @@ def newest(package: str) -> str:
 
 
 def source_of(package: str, release: str) -> Path:
-    """Return the folder that contains the package's folder. The source is downloaded once per machine."""
+    """Return the directory that contains the package's directory. The source is downloaded once per machine."""
     CACHE.mkdir(parents=True, exist_ok=True)
     name = f"{package.replace('_', '-')}-{release}"
-    if package in ("vllm", *WHEELS_ONLY):  # the name without a suffix is used by the installed engine
+    if package in ("vllm", *WHEELS_ONLY):  # the name without a suffix belongs to the installed engine
         name += "-source"
     folder = CACHE / name
     with (CACHE / f"{name}.lock").open("w") as lock:
@@ -79,7 +79,7 @@ def _unpack(package: str, release: str, folder: Path) -> None:
     if package in WHEELS_ONLY:
         with zipfile.ZipFile(archive) as wheel:
             python = [name for name in wheel.namelist() if name.endswith(".py")]
-            wheel.extractall(unpacked, python)  # noqa: S202  (zipfile keeps names within the folder)
+            wheel.extractall(unpacked, python)  # noqa: S202  (zipfile keeps names within the directory)
     else:
         with tarfile.open(archive) as sources:
             sources.extractall(unpacked, filter="data")

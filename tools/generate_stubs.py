@@ -1,7 +1,7 @@
 """Generate Python stubs from ``proto/eplb/v1``. The build calls it; run it by hand after editing a ``.proto``.
 
-``pyproject.toml`` pins an old compiler on purpose. Stubs of protoc 28 run on every protobuf runtime from 5.29 on, while
-stubs of a newer compiler reject older runtimes.
+``pyproject.toml`` pins an old compiler on purpose. Stubs from protoc 28 run on every protobuf runtime since 5.29, while
+stubs from a newer compiler reject older runtimes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run mutation tests on one package with cosmic-ray, and show the mutants that its tests miss: ``make mutate``.
 
-The mutants are made in a copy of the tree. ``--sample`` is their number, and ``--seed`` selects them.
+The mutants are made in a copy of the tree. ``--sample`` sets their number, and ``--seed`` selects them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOMS = {
     "swap": ("worker_agent/swap", "tests/swap"),
     "wire": ("eplb_core/wire", "tests/wire"),
 }
-"""Source folder and test folder of each package."""
+"""Source directory and test directory of each package."""
 REPORT = "from cosmic_ray.tools.report import report; report()"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "site", "dist", "build", ".mypy_cache", ".hypothesis")
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def configuration(source: str, tests: str, timeout: float) -> str:
-    """Return cosmic-ray's configuration, with which tests import the copy instead of the installed package."""
+    """Return a cosmic-ray configuration that makes tests import the copy instead of the installed package."""
     command = f"env PYTHONPATH=. {sys.executable} -m pytest -x -q {tests}"
     return (
         f'[cosmic-ray]\nmodule-path = "{source}"\ntimeout = {timeout}\nexcluded-modules = ["**/generated/*"]\n'
@@ -72,7 +72,7 @@ def skip_all_but(database: WorkDB, sample: int, seed: int) -> None:
 
 
 def cosmic_ray(folder: Path, *arguments: str) -> None:
-    """Run one command of cosmic-ray in a folder."""
+    """Run one cosmic-ray command in a directory."""
     subprocess.run([sys.executable, "-m", "cosmic_ray.cli", *arguments], cwd=folder, check=True)
 
 

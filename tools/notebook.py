@@ -1,6 +1,6 @@
-"""Generate the notebook of the docs from its script: ``python -m tools.notebook`` runs every cell.
+"""Generate the docs' notebook from its script: ``python -m tools.notebook`` runs every cell.
 
-The script is plain Python with cells marked by ``# %%``. The notebook contains the cells' printed output and charts; a
+The script is plain Python with cells marked by ``# %%``. The notebook contains the cells' printed output and charts. A
 test compares it with the script and runs it again. Cells are dictionaries as in notebook format 4.
 """
 
@@ -42,7 +42,7 @@ def cells(script: str) -> list[dict[str, Any]]:
 
 
 def executed(script: str) -> list[dict[str, Any]]:
-    """Run the cells of a script in the repository's root and return them with their outputs."""
+    """Run a script's cells in the repository root and return them with their outputs."""
     names: dict[str, Any] = {}
     notebook_cells = cells(script)
     before = Path.cwd()

@@ -1,4 +1,4 @@
-"""Find ``prometheus`` and ``promtool``; if they are not installed, download them once per machine from Debian."""
+"""Find ``prometheus`` and ``promtool``. If they are not installed, download them from Debian once per machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = 120
 
 
 def cache() -> Path:
-    """Return the folder of the downloaded programs."""
+    """Return the directory for downloaded programs."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eplb-service" / "prometheus"
 
 
@@ -30,7 +30,7 @@ def find(name: str) -> str | None:
 
 
 def _fetch() -> None:
-    """Download Debian's package and unpack it into the cache folder without installing it."""
+    """Download Debian's package and unpack it into the cache directory without installing it."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return
     with tempfile.TemporaryDirectory() as folder:

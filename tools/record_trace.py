@@ -20,13 +20,13 @@ from eplb_lab.model.expert_parallel import expert_parallel
 from eplb_lab.model.serving import Server, Traffic
 
 STEPS = 256
-"""Steps of the shipped recording."""
+"""Number of steps in the shipped recording."""
 ROWS = 16
-"""Requests decoded at a time."""
+"""Number of requests decoded at a time."""
 LENGTH = 64
-"""Bytes of a request, including its prompt."""
+"""Number of bytes per request, including the prompt."""
 SEED = 7
-"""Seed of the shipped recording."""
+"""Seed for the shipped recording."""
 
 
 def recorded(steps: int = STEPS) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Write the pictures of the docs: ``make screenshots``.
+"""Write the docs' images: ``make screenshots``.
 
-A headless Chromium captures the web page and the report. Output of commands is drawn as SVG. The web page,
-``eplb status``, ``eplb top`` and the demo's chart come from one run of ``eplb demo`` on this machine.
+A headless Chromium captures the web page and the report. Command output is rendered as SVG. The web page, ``eplb
+status``, ``eplb top`` and the demo's chart come from one run of ``eplb demo`` on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STEPS = 480
-"""Steps of the demo's run."""
+"""Number of steps in the demo run."""
 _LOOK_AT = 0.9
 """Fraction of the run after which the web page, ``eplb status`` and ``eplb top`` are captured."""
 _TRACE = ROOT / "docs" / "tutorial" / "trace.zarr"
@@ -120,7 +120,7 @@ def _photograph(browser: str, url: str, name: str, size: str) -> None:
 
 
 PARTS = {"demo": _picture_demo, "report": _picture_report, "advise": _picture_advice}
-"""Functions that write each picture. ``advise`` needs no browser."""
+"""Functions that write the pictures, by name. ``advise`` needs no browser."""
 
 
 if __name__ == "__main__":

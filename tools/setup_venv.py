@@ -1,7 +1,7 @@
 """Install the project for development into the virtual environment that runs this file.
 
-With ``--oldest``, install only the tests' dependencies, in the oldest supported versions. The Makefile calls this
-script once and again when the dependencies change. Without an accelerator, a CPU build of torch is installed from
+With ``--oldest``, install only the tests' dependencies, in their oldest supported versions. The Makefile runs this
+script once, and again whenever the dependencies change. Without an accelerator, a CPU build of torch is installed from
 PyTorch's own index or, if that is unreachable, from the configured index.
 """
 
@@ -21,7 +21,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
-    """Install torch, then this repository with its extras, editable."""
+    """Install torch, then this repository with its extras in editable mode."""
     oldest = sys.argv[1:] == ["--oldest"]
     began = time.monotonic()
     print("setting up .venv: this takes a few minutes, mostly for downloads, and is done once", flush=True)
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def install_torch() -> None:
-    """Install the pinned torch; on a machine without an accelerator, avoid the gigabytes of CUDA libraries."""
+    """Install the pinned torch. On a machine without an accelerator, avoid gigabytes of CUDA libraries."""
     quietly = ("install", "--quiet", torch_requirement())
     if accelerator() or platform.system() != "Linux":
         print("installing torch (once; this takes a few minutes)", flush=True)
@@ -74,13 +74,13 @@ def install_torch() -> None:
 
 
 def torch_requirement() -> str:
-    """Return the requirement of the pinned torch."""
+    """Return the requirement specifier for the pinned torch."""
     lines = CONSTRAINTS.read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))
 
 
 def accelerator() -> bool:
-    """Return True if the tools of an NVIDIA GPU or an Ascend NPU are installed."""
+    """Return True if the command-line tools for an NVIDIA GPU or an Ascend NPU are installed."""
     return any(shutil.which(tool) for tool in ("nvidia-smi", "npu-smi"))
 
 

@@ -1,7 +1,7 @@
 """Print the size of the code in each room, and fail if a figure exceeds its ceiling: ``make size``.
 
-The size is the number of code tokens, so neither documentation nor formatting changes it. The tours of
-``tools/size_tours.py`` measure how many files and types a reader meets on the way of one datum.
+The size is the number of code tokens, so neither documentation nor formatting changes it. The tours in
+``tools/size_tours.py`` measure how many files and types a reader meets when following one datum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.sources import LAB, PRODUCT, ROOT, Source, python_files
 
 
 class Limit(NamedTuple):
-    """Target of a figure, and the ceiling that no change may exceed."""
+    """Target for a figure, and the ceiling that no change may exceed."""
 
     target: int
     ceiling: int
@@ -53,7 +53,7 @@ LIMITS = {
     "files of a plan": Limit(25, 25),
     "types of a plan": Limit(15, 15),
 }
-"""Limits of the product and the lab. Tests, benchmarks, tools and docs have none."""
+"""Limits for the product and the lab. Tests, benchmarks, tools and docs have none."""
 
 SETTINGS = {
     "planner settings": ("eplb_core/planner/settings.py", "PlannerSettings"),
@@ -63,7 +63,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    """Print the figures per room and in total; exit with 1 if a figure exceeds its ceiling."""
+    """Print the figures per room and in total. Exit with 1 if a figure exceeds its ceiling."""
     sources = [Source.read(path) for package in (*PRODUCT, LAB) for path in python_files(package)]
     rooms = room_figures(sources)
     try:
@@ -91,7 +91,7 @@ def room_figures(sources: Iterable[Source]) -> dict[str, Counter[str]]:
 
 
 def line_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of lines of a function without its docstring and decorators."""
+    """Return the number of lines in a function, without its docstring and decorators."""
     assert function.end_lineno is not None
     lines = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function) is not None:
@@ -108,7 +108,7 @@ def positional_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> i
 
 
 def total_figures(rooms: Mapping[str, Counter[str]], sources: Iterable[Source]) -> dict[str, int]:
-    """Return every figure of ``LIMITS``, and the code tokens of the lab."""
+    """Return every figure in ``LIMITS``, and the number of code tokens in the lab."""
     sums = Counter[str]()
     tokens = Counter[str]()
     for room, figures in rooms.items():
@@ -133,7 +133,7 @@ def total_figures(rooms: Mapping[str, Counter[str]], sources: Iterable[Source]) 
 
 
 def setting_count(source: Source, class_name: str) -> int:
-    """Count the fields of a settings class."""
+    """Return the number of fields in a settings class."""
     (settings,) = (
         node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == class_name
     )
@@ -142,7 +142,7 @@ def setting_count(source: Source, class_name: str) -> int:
 
 
 def help_lines(command: str) -> int:
-    """Count the lines of a command's help at 80 columns."""
+    """Return the number of lines in a command's help at 80 columns."""
     environment = os.environ | {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
     shown = subprocess.run(
         [sys.executable, "-m", "eplb_service.cli.main", command, "--help"],

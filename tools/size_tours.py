@@ -1,7 +1,7 @@
-"""Tours through the code that ``make size`` measures: the files and types that one datum passes on its way.
+"""Tours through the code that ``make size`` measures: the files and types that one datum passes through.
 
-A tour lists definitions in the order that the datum takes. ``measure`` checks each step of the path in
-the syntax trees, so a tour fails if the code takes another path.
+A tour lists definitions in the order that the datum takes. ``measure`` checks each step of the path in the syntax
+trees, so a tour fails if the code takes a different path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TourError(Exception):
 
 
 class Stop(NamedTuple):
-    """A definition that the datum passes.
+    """A definition that the datum passes through.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Tour:
     types
         Types that carry the datum. Each must occur in the definition of a stop.
     stops
-        Definitions in the order of the path.
+        Definitions in path order.
     """
 
     datum: str
@@ -58,7 +58,7 @@ class Tour:
 
 
 class TourSize(NamedTuple):
-    """Counts of the distinct files and types of a tour."""
+    """Numbers of distinct files and types on a tour."""
 
     files: int
     types: int
@@ -80,7 +80,7 @@ def measure(tour: Tour, sources: Mapping[str, Source]) -> TourSize:
     Returns
     -------
     TourSize
-        Counts of the distinct files and types.
+        Numbers of distinct files and types.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def _used_names(definition: ast.AST) -> set[str]:
 
 
 def _short_name(stop: Stop) -> str:
-    """Return the name that other code uses for a stop: the class for a constructor."""
+    """Return the name by which other code refers to a stop. For a constructor, this is the class name."""
     return stop.name.removesuffix(".__init__").rpartition(".")[2]
 
 
@@ -304,6 +304,6 @@ PLAN = Tour(
         Stop("worker_agent/adapters/vllm/host.py", "VllmHost"),
     ),
 )
-"""A new placement, from the planner to the live weights and tables in vLLM."""
+"""A new placement, from the planner to the live weights and tables in vLLM's layers."""
 
 TOURS = (SETTING, HEAT, PLAN)

@@ -1,4 +1,4 @@
-"""Python sources of the repository as the gauges read them: text, syntax tree, code tokens and prose."""
+"""The repository's Python sources, as the gauges read them: text, syntax tree, code tokens and prose."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """Package that the module is counted in: two folders deep, or three below ``control``."""
+        """Package in which the module is counted: two directories deep, or three below ``control``."""
         parents = self.path.parent.parts
         return "/".join(parents[: 3 if parents[1:2] == ("control",) else 2])
 
@@ -95,7 +95,7 @@ class Source:
             yield block[0].start[0], _comment_text(block)
 
     def _docstrings(self) -> list[ast.Expr]:
-        """Return all statements that are only a string, which includes the docstrings of attributes."""
+        """Return all statements that consist of a string only, which includes attribute docstrings."""
         return [
             node
             for node in ast.walk(self.tree)
@@ -106,7 +106,7 @@ class Source:
 
 
 def python_files(folder: str) -> list[Path]:
-    """Return the Python files below a folder, relative to the repository, without generated ones."""
+    """Return the Python files below a directory, relative to the repository, without generated ones."""
     paths = (path.relative_to(ROOT) for path in sorted((ROOT / folder).rglob("*.py")))
     return [path for path in paths if "generated" not in path.parts]
 

@@ -1,4 +1,4 @@
-"""Run the service, Prometheus with its rules, and balanced ranks without containers on this machine: ``make stack``.
+"""Run the service, Prometheus with its rules, and balanced ranks on this machine, without containers: ``make stack``.
 
 Press Ctrl-C to stop it, or set ``--seconds``.
 """
@@ -39,7 +39,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def prometheus_command(program: str, folder: Path) -> list[str]:
-    """Write the configuration and return the command of a Prometheus with the rules of ``deploy/``."""
+    """Write the configuration and return the command for a Prometheus with the rules from ``deploy/``."""
     config = {
         "global": {"scrape_interval": "2s", "evaluation_interval": "5s"},
         "rule_files": [str(_RULES)],
@@ -55,7 +55,7 @@ def prometheus_command(program: str, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Start all processes and wait until one exits or the time is over."""
+    """Start all processes and wait until one exits or the time is up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     seconds = parser.parse_args().seconds

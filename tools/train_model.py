@@ -1,6 +1,7 @@
 """Train the embedded model that ``eplb demo`` serves: ``python -m tools.train_model CORPUS FOLDER``.
 
-CORPUS is a folder with one text file per domain. ``docs/research/model.md`` lists the corpus of the embedded weights.
+CORPUS is a directory with one text file per domain. ``docs/research/model.md`` lists the corpus of the embedded
+weights.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _HELD_BACK = 0.05
 
 
 class Texts:
-    """Domains of a folder of ``<domain>.txt`` files, in order of name.
+    """Domains in a directory of ``<domain>.txt`` files, in name order.
 
-    Raises ``FileNotFoundError`` if the folder contains none.
+    Raises ``FileNotFoundError`` if the directory contains none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +50,8 @@ class Texts:
         self._validation = [
             text[len(training) :] for text, training in zip(full_texts, self._training, strict=True)
         ]
-        # Odds grow with the square root of a domain's size, so small domains are drawn more often than in proportion.
+        # Odds grow with the square root of a domain's size, so small domains are drawn more often than in proportion to
+        # size.
         self._odds = torch.tensor([len(text) ** 0.5 for text in full_texts])
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -70,7 +72,7 @@ class Texts:
 
 
 class TrainableMoE(nn.Module):
-    """Layer of E SwiGLU experts. Tokens are sorted by expert, so that each expert runs once per batch."""
+    """Layer with E SwiGLU experts. Tokens are sorted by expert, so that each expert runs once per batch."""
 
     def __init__(self, shape: MoEShape, output_scale: float = 1.0) -> None:
         super().__init__()
@@ -102,14 +104,14 @@ def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def build(config: ModelConfig) -> tuple[ByteTransformer, list[TrainableMoE]]:
-    """Return a model with new weights, and its MoE layers."""
+    """Return a model with freshly initialised weights, and its MoE layers."""
     scale = (2 * config.layers) ** -0.5
     moes = [TrainableMoE(config.shape(layer), scale) for layer in range(config.layers)]
     return ByteTransformer(config, moes), moes
 
 
 def losses(model: ByteTransformer, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean cross-entropy of the next byte in nats, and the balancing loss of the routers.
+    """Return the mean cross-entropy of the next byte in nats, and the routers' balancing loss.
 
     The balancing loss is 1 if all experts are used equally over the batch. A batch contains all domains, so experts
     can still specialise in some of them.
@@ -141,8 +143,8 @@ def train(
 ) -> None:
     """Train a model and save checkpoints.
 
-    Training ends after ``steps`` batches or ``minutes``, whichever comes first. The learning-rate schedule is completed
-    in either case.
+    Training ends after ``steps`` batches or ``minutes`` minutes, whichever comes first. In either case, the
+    learning-rate schedule is completed.
 
     Parameters
     ----------
@@ -153,11 +155,11 @@ def train(
     texts
         Corpus.
     folder
-        Folder of the checkpoint.
+        Directory for the checkpoint.
     steps
         Maximum number of batches.
     batch
-        Pieces of text per batch.
+        Number of pieces of text per batch.
     minutes
         Maximum duration in minutes.
     save_every

@@ -1,6 +1,6 @@
 """Measure the decision pace and compare each figure with its target: ``python -m benchmarks.decide``.
 
-Recorded routing is measured as well if ``--traces`` names a folder that contains it.
+Recorded routing is also measured if ``--traces`` names a directory that contains it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
 def _measured(
     scenarios: Sequence[Scenario], settings: PlannerSettings, contest: Contest, options: argparse.Namespace
 ) -> list[tuple[Row, float]]:
-    """Return the rows of one kind of heat, averaged over its seeds: our policy, then the peers at both intervals."""
+    """Return the rows for one kind of heat, averaged over its seeds: our policy, then the peers at both intervals."""
     drawn = _drawn(scenarios)
     delay = Delay(options.step_ms, options.solve_ms, options.model_layers)
     unscored = options.unscored
@@ -104,7 +104,7 @@ def _measured(
 
 
 def _scenarios(options: argparse.Namespace, seed: int) -> list[Scenario]:
-    """Return the heat to decide on for one seed."""
+    """Return the scenarios to decide on for one seed."""
     scenarios = [
         *generated(seed, options.layers, options.windows),
         *untuned(seed, options.layers, options.windows),
@@ -116,7 +116,7 @@ def _scenarios(options: argparse.Namespace, seed: int) -> list[Scenario]:
 
 
 def _drawn(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
-    """Return the scenarios of all seeds, or only the first if the heat does not depend on the seed."""
+    """Return the scenarios for all seeds, or only the first one if the heat does not depend on the seed."""
     if all(np.array_equal(scenario.heat_TLE, scenarios[0].heat_TLE) for scenario in scenarios[1:]):
         return scenarios[:1]
     return scenarios
@@ -166,7 +166,7 @@ def _add(table: Table, scenario: Scenario, rows: list[tuple[Row, float]]) -> Non
 
 
 def _target(heat: str, policy: str) -> str:
-    """Return the target of a row; only rows of our policy have one."""
+    """Return a row's target. Only our policy's rows have one."""
     if policy == f"{OURS}, {AT_ONCE}":
         return TARGETS.get(heat, "")
     return PACED_TARGETS.get(heat, "") if policy.startswith(f"{OURS}, ") else ""

@@ -1,4 +1,4 @@
-"""False alarms on stationary heat, and the delay until a change of one layer's ratio raises an alarm."""
+"""False alarms on stationary heat, and the delay until a change in one layer's PAR raises an alarm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAYERS = 24
 
 
 class Alarms(NamedTuple):
-    """Result of the test of the alarm.
+    """Result of the alarm test.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class Alarms(NamedTuple):
     steps
         Number of stationary steps that were checked for alarms.
     delays
-        Steps from each change to its alarm; infinite if the change raised none.
+        Number of steps from each change to its alarm, or infinity if there was no alarm.
     """
 
     false: int
@@ -34,22 +34,22 @@ class Alarms(NamedTuple):
 
 
 def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: int = 100) -> Alarms:
-    """Count the false alarms and the alarm delays on layers that are balanced in the mean.
+    """Count false alarms and measure alarm delays on layers that are balanced on average.
 
-    Each step draws ``choices`` tokens. To test the delay, one layer's ratio rises by a fifth.
+    Each step draws ``choices`` tokens. To measure the delay, one layer's PAR is raised by a fifth.
 
     Parameters
     ----------
     ranks
         Number of ranks.
     choices
-        Tokens drawn per step and layer.
+        Number of tokens drawn per step and layer.
     seed
-        Seed of the random draws.
+        Seed for the random draws.
     stretches
         Number of stationary segments of 1,000 steps that are searched for false alarms.
     changes
-        Number of changes whose delay is measured.
+        Number of changes for which the delay is measured.
     """
     generator = np.random.default_rng(seed)
     false = 0
@@ -71,7 +71,7 @@ def _promised_pace(par_TL: Float64) -> Pace:
 
 
 def served(generator: np.random.Generator, steps: int, ranks: int, choices: int) -> Float64:
-    """Draw the PAR of each step and layer, ``[T, L]``, for ranks whose expected loads differ by at most a tenth."""
+    """Draw the PAR in each step and layer, ``[T, L]``, for ranks whose expected loads differ by at most a tenth."""
     shares_LR = 1.0 + 0.1 * generator.random((_LAYERS, ranks))
     shares_LR /= shares_LR.sum(axis=1, keepdims=True)
     loads_TLR = np.stack([generator.multinomial(choices, row_R, size=steps) for row_R in shares_LR], axis=1)

@@ -13,12 +13,12 @@ from eplb_core.placement import Int32
 from eplb_lab.bench.closed_loop import Scenario
 
 PHASE = 96
-"""Steps of each workload in a sequence."""
+"""Number of steps of each workload in a sequence."""
 UNTUNED = ("turnover", "seasonal")
 """Kinds of heat that were not used to tune any planner constant. Each kind has its own seeds."""
 _UNTUNED_SEED = 1000
 SHIPPED = Path(__file__).parents[2] / "docs" / "examples" / "byte_moe_decoding.npz"
-"""Recording of the shipped model's decoding, part of every checkout."""
+"""Recording of the shipped model while it decodes. It is part of every checkout."""
 
 TARGETS = {
     "static": "1.102 at 0 moves",
@@ -29,13 +29,13 @@ TARGETS = {
     "deepseek-v2-lite-esft workloads": "at most 1.085",
     "gpt-oss-20b workloads": "at most 1.09",
 }
-"""Targets of our policy by the name of the heat, if plans take effect at once."""
+"""Targets for our policy if plans take effect at once, by name of the heat."""
 PACED_TARGETS = {"drift": "at most 1.30"}
-"""Targets of our policy at the pace of a model of 58 layers."""
+"""Targets for our policy if plans take effect at the pace of a model with 58 layers."""
 
 
 def generated(seed: int, layers: int, windows: int = 12) -> Iterator[Scenario]:
-    """Yield ``windows`` windows of each of the four kinds of generated heat: 256 experts on 32 ranks x 9 slots."""
+    """Yield ``windows`` windows of each of the four kinds of generated heat, for 256 experts on 32 ranks x 9 slots."""
     for kind in KINDS:
         heat_TLE = np.array(generate(kind, layers, 256, 128 * windows, seed))
         yield Scenario(kind, heat_TLE, 32, 9, 128)
@@ -50,7 +50,7 @@ def untuned(seed: int, layers: int, windows: int = 12) -> Iterator[Scenario]:
 
 
 def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32:
-    """Draw heat of one of ``UNTUNED``, 4,096 tokens x 8 choices per step.
+    """Draw heat of one kind in ``UNTUNED``, with 4,096 tokens x 8 choices per step.
 
     - *turnover*: popularity is gamma distributed (shape 0.5). In one step of 30, one of the 16 most popular experts
       swaps its popularity with a random expert.
@@ -82,12 +82,12 @@ def _drawn(kind: str, layers: int, experts: int, steps: int, seed: int) -> Int32
 
 
 def shipped() -> Scenario:
-    """Return the heat of the shipped recording."""
+    """Return the shipped recording's heat as a scenario."""
     return Scenario("byte-moe decode (shipped)", np.load(SHIPPED)["heat"].astype(np.int32), 8, 5, 64)
 
 
 def recorded(folder: Path, seed: int) -> Iterator[Scenario]:
-    """Yield the recorded routing of every model in the folder."""
+    """Yield the recorded routing of every model in the directory."""
     steps = folder / "gpt-oss-20b" / "decode_steps_b64.npz"
     if steps.exists():
         heat_TLE = np.load(steps)["counts"][:, ::2].astype(np.int32)
@@ -103,7 +103,7 @@ def recorded(folder: Path, seed: int) -> Iterator[Scenario]:
 
 
 def _sequence(folder: Path, experts: int, tokens: int, seed: int) -> Int32:
-    """Concatenate eight workloads; each step draws its tokens from the requests of the current workload."""
+    """Concatenate eight workloads. Each step draws its tokens from the current workload's requests."""
     with np.load(folder / "routes.npz") as arrays:
         routes_NLK = arrays["routes"]
         bounds = arrays["req_ptr"]

@@ -1,4 +1,4 @@
-"""Promises compared with the PAR realised by whole tokens on the next window, at 1 to 256 tokens per step."""
+"""Promises compared with the PAR that whole tokens realise on the next window, at 1 to 256 tokens per step."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ BATCHES = (4, 8, 16, 64)
 _WINDOWS = 5
 _STEPS = 192
 _DECODED = 128
-"""Steps of a window of recorded decoding."""
+"""Number of steps per window of recorded decoding."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Promised and realised PAR of one scenario, as means over its windows.
+    """Promised and realised PAR for one scenario, averaged over its windows.
 
     Parameters
     ----------
     name
-        Name of the heat, and "warm" if each decision starts from the current layout or "from scratch" if not.
+        Name of the heat, followed by "warm" if each decision starts from the current layout, or else "from scratch".
     seen
         PAR before the decision.
     promised
@@ -55,7 +55,7 @@ class Kept:
 
 
 def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
-    """Yield two rows for each token count: one from scratch, one warm."""
+    """Yield two rows for each token count: one for decisions from scratch and one for warm decisions."""
     scenarios = [Scenario(f"{tokens} tokens", routed(tokens, seed), 8, 10, _STEPS) for tokens in TOKENS]
     if traces is not None and (traces / "gpt-oss-20b" / "routes.npz").exists():
         for batch in BATCHES:
@@ -67,7 +67,7 @@ def measured(seed: int, traces: Path | None) -> Iterator[Kept]:
 
 
 def _kept(scenario: Scenario, warm: bool) -> Kept:
-    """Decide on each window except the last, and score each decision on the following window."""
+    """Decide on each window except the last, and score each decision on the window that follows."""
     settings = PlannerSettings(threads=1)
     topology = Topology.flat(scenario.ranks)
     linear = Placement.linear(*scenario.heat_TLE.shape[1:], scenario.ranks, scenario.slots)
@@ -93,7 +93,7 @@ def _kept(scenario: Scenario, warm: bool) -> Kept:
 
 
 def routed(tokens: int, seed: int, layers: int = 4, experts: int = 64, choices: int = 4) -> Int32:
-    """Draw the heat of a router that chooses distinct experts per token, with popularity according to Zipf's law."""
+    """Draw heat from a router that chooses distinct experts for each token, with Zipf-distributed popularity."""
     generator = np.random.default_rng([seed, tokens])
     log_E = -0.8 * np.log(np.arange(1, experts + 1))
     heat_TLE = np.zeros((_STEPS * (_WINDOWS + 1), layers, experts), dtype=np.int32)
@@ -107,7 +107,7 @@ def routed(tokens: int, seed: int, layers: int = 4, experts: int = 64, choices: 
 
 
 def decoded(folder: Path, batch: int, steps: int, experts: int = 32) -> Int32:
-    """Return the heat of decoding ``batch`` recorded requests at a time, in file order, for every fourth layer."""
+    """Return heat from decoding ``batch`` recorded requests at a time, in file order, for every fourth layer."""
     with np.load(folder / "routes.npz") as arrays:
         routes_NLK = arrays["routes"][:, ::4].astype(np.int64)
         bounds = arrays["req_ptr"].tolist()

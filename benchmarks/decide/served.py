@@ -1,4 +1,4 @@
-"""Realised PAR, moves and decisions of our policy and of its peers on one scenario."""
+"""Realised PAR, moves and decisions on one scenario, for our policy and its peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eplb_service.replay.jobs import jobs_for, replay, scene_for
 from eplb_service.replay.policy import Setup
 
 REMEMBERED = 512
-"""Maximum number of steps that a decision uses; the default of the service."""
+"""Maximum number of steps that a decision uses, as in the service's default settings."""
 
 
 class Delay(NamedTuple):
@@ -52,14 +52,14 @@ AT_ONCE = Delay()
 class Row:
     """Results of one policy on a scenario.
 
-    The first windows after the first decision are excluded, because all policies place from scratch there.
+    The first windows after the first decision are excluded, because all policies place experts from scratch there.
 
     Parameters
     ----------
     policy
         Name of the policy, and when its plans take effect.
     par
-        Realised peak-to-average ratio, mean over layers and steps.
+        Realised peak-to-average ratio, averaged over layers and steps.
     moves_per_window
         Mean number of slots moved per window.
     decisions
@@ -67,7 +67,7 @@ class Row:
     cpu_seconds
         CPU time per decision.
     forecasts
-        Number of forecasts of the gain until the next decision that could be compared with the realised gain.
+        Number of forecasts (of the gain until the next decision) that could be compared with the realised gain.
     held
         Number of forecasts whose error interval contained the realised gain.
     below_off
@@ -95,9 +95,9 @@ def own_rows(
     delay: Delay,
     unscored: int = 1,
 ) -> Iterator[Row]:
-    """Yield a row without balancing, a row of our policy with plans that take effect at once, and one at ``delay``.
+    """Yield a row without balancing, a row for our policy if plans take effect at once, and one for it at ``delay``.
 
-    All replays run on one thread. A policy's CPU time is that of its replay, minus that of a replay without balancing.
+    All replays run on one thread. A policy's CPU time is that of its replay minus that of a replay without balancing.
 
     Parameters
     ----------
@@ -108,11 +108,11 @@ def own_rows(
     bytes_per_expert
         Size of an expert in bytes, which also affects the move price.
     cpu_ms
-        CPU time per step that decisions may take, in milliseconds.
+        CPU time that decisions may take, in milliseconds per step.
     delay
-        Pace of the last row, which is omitted if plans take effect at once.
+        Pace for the last row, which is omitted if plans take effect at once.
     unscored
-        Windows after the first decision to exclude from all rows.
+        Number of windows after the first decision to exclude from all rows.
     """
     setup = Setup(scenario.slots, REMEMBERED, scenario.window)
     trace = ArrayTrace(scenario.heat_TLE)
@@ -157,7 +157,7 @@ def own_rows(
 def peer_rows(
     scenario: Scenario, contest: Contest, interval: int | None = None, unscored: int = 1
 ) -> Iterator[Row]:
-    """Yield one row per peer. Its placements take effect at once. Peers that fail are skipped.
+    """Yield one row per peer, whose placements take effect at once. Skip peers that fail.
 
     Parameters
     ----------
@@ -166,9 +166,9 @@ def peer_rows(
     contest
         Peers to score.
     interval
-        Steps between decisions, by default the length of a window. Each decision sees a whole window.
+        Number of steps between decisions, by default the window length. Each decision uses a full window.
     unscored
-        Windows after the first decision to exclude, as for our policy.
+        Number of windows after the first decision to exclude, as for our policy.
     """
     label = f", {AT_ONCE}" if interval is None else f", as often as ours, {AT_ONCE}"
     scenario_at_interval = replace(scenario, interval=interval)
@@ -186,7 +186,7 @@ def peer_rows(
 
 
 def interval_of(scenario: Scenario, ours: Sequence[Row], unscored: int = 1) -> int | None:
-    """Return the mean number of steps between our decisions, or ``None`` if it is not below the window."""
+    """Return the mean number of steps between our decisions, or ``None`` if it is not below the window length."""
     steps = len(scenario.heat_TLE) - (1 + unscored) * scenario.window
     decisions = float(np.mean([row.decisions for row in ours]))
     interval = round(steps / max(decisions, 1.0))

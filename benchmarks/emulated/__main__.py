@@ -37,7 +37,7 @@ LEFT_ALONE = "left alone"
 
 
 def main() -> int:
-    """Serve every seed once per balancer and print the table. Exit with 1 if balancing changes the outputs."""
+    """Serve every seed once per balancer and print the table. Return 1 if balancing changes the outputs."""
     options = _parser().parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     layers, experts, _ = model_sizes()
@@ -103,7 +103,7 @@ def _served(stage: Stage, on_step: Callable[[], None]) -> Scoreboard:
 
 
 def _figures(board: Scoreboard, model: str) -> dict[str, float]:
-    """Return one model's milliseconds per token, PAR and moves over a whole run."""
+    """Return one model's milliseconds per token, PAR and moves over the whole run."""
     step_ms = board.milliseconds(model)
     if model == "live":
         step_ms = step_ms + board.milliseconds("agent")
@@ -121,12 +121,12 @@ def _figures(board: Scoreboard, model: str) -> dict[str, float]:
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
-    """Return a table of the medians over the seeds, with the range of the mean time.
+    """Return a table of medians over the seeds, with the range of the mean time.
 
     Parameters
     ----------
     rows
-        Figures of each seed, keyed by balancer. ``LEFT_ALONE`` must be one of the keys.
+        Figures for each seed, keyed by balancer. ``LEFT_ALONE`` must be one of the keys.
     """
     shown = Table(title="Time per token", title_justify="left")
     for column in (

@@ -1,9 +1,9 @@
 """Measure one service under the heat of 64, 256 and 1,024 ranks: ``python -m benchmarks.scale``.
 
-The service runs in a separate process, and the agents run as coroutines in further processes. The service decides with
-its default settings. The ranks execute its first plan layer by layer, and the measurement starts afterwards. On a busy
-machine only the service's CPU seconds per step are reliable, because rates and latencies depend on the other load. The
-exit code is 1 if a target is missed.
+The service runs in a separate process, and the agents run as coroutines in several other processes. The service decides
+with its default settings. The ranks execute its first plan layer by layer, and the measurement starts afterwards. On a
+busy machine, only the service's CPU seconds per step are reliable, because rates and latencies depend on other load.
+The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
     settings = {
         "decision_interval": load.interval if plan else _NEVER,
         "report_steps": load.report_steps or "auto",
-        # On a busy machine an agent may not run for a while. The service must not treat it as gone.
+        # On a busy machine, an agent may not run for a while, but the service must not treat it as gone.
         "heartbeat_seconds": 20.0,
         "max_streams_per_peer": _ROOM,
         "max_heat_bytes": 4 << 30,
@@ -143,7 +143,7 @@ class Phases:
     deciding
         Reading when every rank has a plan.
     carried
-        Reading when the ranks have executed the plan.
+        Reading when the ranks have carried out the plan.
     agents_cpu
         CPU seconds of the agents between ``ended`` and ``deciding``.
     plan_ms
@@ -174,9 +174,9 @@ def _first_plan(ranks: RankProcesses, ended: float) -> tuple[float, float, float
 
 
 def _execute_plan(load: Load, ranks: RankProcesses) -> None:
-    """Let all ranks execute their plan, and wait until every layer has been switched and reported."""
+    """Make all ranks carry out their plan, and wait until every layer has been switched and reported."""
     now = int((time.time() - ranks.start) * load.steps_per_second)
-    # Start after the end of all reports that have already begun.
+    # Start after all reports that have already begun have ended.
     ranks.switch_from(-(-(now + 4 * MAX_STEPS) // MAX_STEPS) * MAX_STEPS)
     expected = load.scale.ranks * load.scale.layers
     until = time.time() + _PLAN_SECONDS + load.scale.layers * load.switch_steps / load.steps_per_second

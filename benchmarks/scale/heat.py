@@ -1,4 +1,4 @@
-"""Synthetic heat of a deployment, as reports of its ranks."""
+"""A deployment's synthetic heat, as reports from its ranks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ class Scale:
     experts
         Experts per layer, E.
     slots
-        Slots per rank, S. By default there are an eighth more slots than experts, rounded up to whole slots per rank.
+        Slots per rank, S. By default, there are an eighth more slots than experts, rounded up to whole slots per rank.
 
-    Examples
-    --------
-    288 slots are an eighth more than 256 experts, so that each of 32 ranks has 9:
+    Examples -------- 288 slots are an eighth more than 256 experts, so each of 32 ranks has 9:
 
     >>> Scale(ranks=32, layers=58, experts=256).shape.slots
     9
@@ -63,14 +61,14 @@ class Scale:
 
 @cache
 def _popularity(scale: Scale) -> Float64:
-    """Return each expert's share of its layer's tokens, float64 ``[L, E]``; every layer has different hot experts."""
+    """Return each expert's share of its layer's tokens, float64 ``[L, E]``. Every layer has different hot experts."""
     weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
     popularity_LE: Float64 = weights_LE / weights_LE.sum(axis=1, keepdims=True)
     return popularity_LE
 
 
 def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64:
-    """Return the expected tokens per step of a rank's slots in one layer, float64 ``[S]``, with an even split."""
+    """Return the expected tokens per step in a rank's slots in one layer, float64 ``[S]``, with an even split."""
     replicas_E = np.bincount(phy2log_RS.ravel(), minlength=scale.experts)
     expert_S = phy2log_RS[rank]
     tokens_S: Float64 = _popularity(scale)[layer, expert_S] / replicas_E[expert_S]
@@ -78,7 +76,7 @@ def _expected(scale: Scale, layer: int, phy2log_RS: Int32, rank: int) -> Float64
 
 
 def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, variant: int = 0) -> HeatReport:
-    """Draw a report of a rank that decodes 64 sequences with 8 choices each; it starts at step 0, in epoch 0.
+    """Draw a report from a rank that decodes 64 sequences with 8 choices each. It starts at step 0, in epoch 0.
 
     The source heat is summed over the steps.
 
@@ -93,7 +91,7 @@ def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, vari
     expected_LS
         Expected tokens per step and slot, float64 ``[L, S]``.
     variant
-        Seed that distinguishes several reports of the same rank.
+        Seed that distinguishes several reports from the same rank.
     """
     rng = np.random.default_rng((rank, variant))
     return HeatReport(
@@ -107,7 +105,7 @@ def drawn_report(scale: Scale, rank: int, steps: int, expected_LS: Float64, vari
 
 
 def expected_tokens(scale: Scale, placement: Placement, rank: int) -> Float64:
-    """Return the expected tokens per step of a rank's slots under a placement, float64 ``[L, S]``."""
+    """Return the expected tokens per step in a rank's slots under a placement, float64 ``[L, S]``."""
     rows = enumerate(placement.phy2log_LRS)
     return np.stack([_expected(scale, layer, phy2log_RS, rank) for layer, phy2log_RS in rows])
 
@@ -132,7 +130,7 @@ class _Drawn:
 
 
 class Reports:
-    """Reports of one rank. Each is drawn once and sent repeatedly; after a switch, the layer's tokens are redrawn.
+    """Reports from one rank. Each is drawn once and sent repeatedly; after a switch, the layer's tokens are redrawn.
 
     Parameters
     ----------
@@ -159,8 +157,8 @@ class Reports:
         self.switched.append(update)
 
     def message(self, step: int, steps: int, dropped_steps: int, switching: bool) -> agent_pb2.ConnectRequest:
-        """Return the report of ``steps`` steps from ``step``; only one variant is updated while layers switch."""
-        # Draw all variants at once. A rank that had to draw one at the end of an interval would report it late.
+        """Return a report of ``steps`` steps starting at ``step``. Only one variant is updated while layers switch."""
+        # Draw all variants in advance. A rank that had to draw one at the end of an interval would report it late.
         variants = 1 if switching else _VARIANTS
         for key in ((steps, variant) for variant in range(variants)):
             if key not in self._drawn:

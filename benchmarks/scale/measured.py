@@ -1,4 +1,4 @@
-"""Figures of one run of the load generator, and their targets."""
+"""Figures from one run of the load generator, and their targets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ _MAX_GROWTH_MB = 16.0
 _MIN_ASSEMBLED = 0.98
 """Minimum fraction of the ranks' steps that must be assembled. One report may still be in transit at the end."""
 _FLAT_SECONDS = 300.0
-"""Minimum run length for judging memory growth. Windows and caches are full after half of it, and a run of half an
-hour shows nothing new."""
+"""Minimum run length in seconds for judging memory growth.
+
+Windows and caches are full after half of it, and even a run of half an hour shows nothing new.
+"""
 _PLAN_SECONDS = 5.0
 _MIN_REPORTS = 4
-"""Minimum number of reports per rank for judging a rate. Only whole reports count, so a shorter run depends on when
-the clock stops."""
+"""Minimum number of reports per rank for judging a rate.
+
+Only complete reports count, so the result of a shorter run depends on when the clock stops.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one run. Rates are per second of wall-clock time.
+    """Figures from one run. Rates are per second of wall-clock time.
 
     Parameters
     ----------
@@ -33,38 +37,38 @@ class Measured:
     seconds
         Length of the measurement.
     steps_per_second
-        Steps per second that the service assembled from the heat of all ranks.
+        Steps per second that the service assembled from all ranks' heat.
     wanted_per_second
         Steps per second that the ranks ran.
     cpu_ms_per_step
-        CPU time of the service per step that the ranks ran, in milliseconds.
+        Service CPU time per step that the ranks ran, in milliseconds.
     cpu_percent
-        CPU time of the service, in percent of one core.
+        Service CPU time, in percent of one core.
     deciding_cpu_seconds
-        CPU seconds of the service and of the agents, from the end of the first decision's interval until every rank
-        had its plan.
+        CPU seconds used by the service and by the agents, from the end of the first decision's interval until every
+        rank had its plan.
     carrying_cpu_percent
-        CPU time of the service while the plan was executed, in percent of one core.
+        Service CPU time while the plan was carried out, in percent of one core.
     lost_steps
-        Steps that the service missed in the whole run.
+        Number of steps that the service missed in the whole run.
     dropped_steps
-        Steps that the agents dropped in the whole run, summed over all ranks.
+        Number of steps that the agents dropped in the whole run, summed over all ranks.
     switched
-        Layers switched, summed over all ranks.
+        Number of layer switches, summed over all ranks.
     megabytes_per_second
-        Heat sent by the agents.
+        Heat that the agents sent, in megabytes per second.
     reports_per_second
-        Heat reports sent by the agents.
+        Number of heat reports that the agents sent per second.
     resident_mb
-        Memory of the service at equal intervals, from the start of the measurement to its end.
+        Service memory at equal intervals, from the start of the measurement to its end.
     peak_mb
-        Maximum memory of the service in the whole run.
+        Maximum service memory in the whole run.
     joining
         Longest block of the event loop while the ranks joined.
     holding
         Longest block of the event loop during the measurement.
     deciding
-        Longest block of the event loop from the decision until its plan was executed.
+        Longest block of the event loop from the decision until its plan was carried out.
     plan_ms
         Milliseconds from the end of the first decision's interval until the last rank had sent its heat, until the
         first rank had a plan, and until the last rank had run. ``None`` if a rank never received a plan.
@@ -92,13 +96,13 @@ class Measured:
 
     @property
     def report_steps(self) -> float:
-        """Steps per report; 0 without reports."""
+        """Number of steps per report, or 0 if there are no reports."""
         reports = self.reports_per_second
         return self.ranks * self.wanted_per_second / reports if reports else 0.0
 
     @property
     def made_steps(self) -> float:
-        """Steps that the ranks ran during the measurement."""
+        """Number of steps that the ranks ran during the measurement."""
         return self.wanted_per_second * self.seconds
 
     @property
@@ -108,7 +112,7 @@ class Measured:
 
     @property
     def grown_mb(self) -> float:
-        """Growth of memory in the second half, in MB; the window fills in the first half."""
+        """Memory growth in the second half of the run, in MB. The window fills up in the first half."""
         return self.resident_mb[-1] - self.resident_mb[len(self.resident_mb) // 2]
 
     @property
@@ -118,7 +122,7 @@ class Measured:
 
 
 def verdicts(measured: Iterable[Measured]) -> Iterator[Target]:
-    """Yield the targets of each run. Skip targets that need a longer run."""
+    """Yield the targets for each run. Skip targets that need a longer run."""
     for run in measured:
         can_judge_rate = run.made_steps >= _MIN_REPORTS * run.report_steps
         judged: list[tuple[str, str, bool]] = []

@@ -35,8 +35,8 @@ class Holds:
     cpu
         CPU seconds of the thread in the longest callback.
     still
-        Longest time within one callback that the host did not run the virtual CPU, although the guest counts it
-        as CPU time of the thread. It is not included in ``cpu``.
+        Longest time within one callback for which the host did not run the virtual CPU, although the guest counts it as
+        CPU time of the thread. It is not included in ``cpu``.
     name
         Name of the longest callback.
     """
@@ -68,7 +68,7 @@ class Holds:
 
 @contextmanager
 def watched() -> Iterator[Holds]:
-    """Time every callback of this process's event loops while the context lasts."""
+    """Time every callback in this process's event loops while the context lasts."""
     holds = Holds()
     run = asyncio.Handle._run
 
@@ -89,10 +89,10 @@ def watched() -> Iterator[Holds]:
 
 
 class _Ticks:
-    """Count of timer signals that the main thread has received.
+    """Number of timer signals that the main thread has received.
 
-    A running CPU receives every tick. If the host does not run a virtual CPU for a while, all ticks that have become
-    due are delivered as one. The count is therefore an upper bound on the actual CPU time.
+    A running CPU receives every tick. If the host does not run a virtual CPU for a while, all ticks that have come due
+    are delivered as one. The count is therefore an upper bound on the actual CPU time.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -139,12 +139,12 @@ def _name(handle: asyncio.Handle) -> str:
 
 
 _START_SECONDS = 300.0
-"""Start-up timeout; the kernels may have to be compiled on a busy machine."""
+"""Startup timeout in seconds. The kernels may have to be compiled on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Counters of a service at one moment.
+    """A service's counters at one point in time.
 
     Parameters
     ----------
@@ -157,9 +157,9 @@ class Reading:
     peak_bytes
         Maximum memory since the service started.
     received
-        Steps received since the start, summed over all deployments.
+        Number of steps received since the service started, summed over all deployments.
     lost
-        Steps lost since the start, summed over all deployments.
+        Number of steps lost since the service started, summed over all deployments.
     holds
         Longest block of the event loop since the previous reading.
     """
@@ -174,7 +174,7 @@ class Reading:
 
 
 class MeasuredService:
-    """Handle of the service's process.
+    """Handle to the service process.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ class MeasuredService:
 
 @contextmanager
 def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]:
-    """Run a service with compiled kernels while the context lasts; ``settings`` override the defaults."""
+    """Run a service with compiled kernels while the context lasts. ``settings`` override the defaults."""
     spawn = multiprocessing.get_context("spawn")
     parent_pipe, child_pipe = spawn.Pipe()
     store = f"{folder}/store.sqlite3"
@@ -216,7 +216,7 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 
 def asked_by(pipe: Connection) -> Any:
-    """Return the next request of the measuring process, or ``None`` if that process has exited."""
+    """Return the next request from the measuring process, or ``None`` if that process has exited."""
     try:
         return pipe.recv()
     except EOFError:
@@ -233,7 +233,7 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     requests: asyncio.Queue[str] = asyncio.Queue()
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
-        # A service does the same once it is warm. This blocks the loop once, before any rank has joined.
+        # A service also does this once it is warm. It blocks the loop once, before any rank has joined.
         gc.collect()
         gc.freeze()
         await asyncio.sleep(0)

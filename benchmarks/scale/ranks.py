@@ -1,8 +1,8 @@
 """Agents that run as coroutines, several per process: real streams and synthetic heat, but no model.
 
-The agents execute plans by the clock. From a step that all ranks receive, one layer switches every few steps. As real
-agents do, they send the plan's statuses and end their reports at each switch. The tokens of a slot are then drawn for
-the expert that it holds.
+The agents carry out plans by the clock. All ranks receive a start step, from which one layer switches every few steps.
+Like real agents, they send the plan's statuses and end their reports at each switch. From then on, a slot's tokens are
+drawn for the expert that it now holds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _JOIN_SECONDS = 300.0
 _STREAMS_PER_CHANNEL = 64
 _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
 _JOINING_AT_ONCE = 2
-"""Hellos sent at a time; the service accepts four at a time from one host."""
+"""Number of Hellos sent at a time. The service accepts four at a time from one host."""
 _QUEUED_REPORTS = 64
 """Maximum number of queued reports, as in a real agent."""
 _HEARTBEAT_SECONDS = 2.0
 _MOMENT_SECONDS = 0.01
 _HEAD_BYTES = 32
-"""Length of the prefix that identifies a plan message: its size, plan number, leader term and base."""
+"""Length of the prefix that identifies a plan message. It contains the size, plan number, leader term and base."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Load:
     scale
         Size of the deployment.
     steps_per_second
-        Steps per second of the model.
+        Steps per second that the model runs.
     report_steps
-        Steps per report; ``None`` for the number that the service requests.
+        Number of steps per report; ``None`` for the number that the service requests.
     switch_steps
-        Steps between the switches of two layers.
+        Number of steps between two layer switches.
     interval
-        Steps before the first decision.
+        Number of steps before the first decision.
     """
 
     scale: Scale
@@ -76,19 +76,19 @@ class Tally:
     Parameters
     ----------
     dropped_steps
-        Steps that could not be sent in time.
+        Number of steps that could not be sent in time.
     sent_bytes
-        Bytes of heat sent.
+        Number of bytes of heat sent.
     reports
         Number of heat reports sent.
     switched
-        Layers switched.
+        Number of layers switched.
     heat_at
         For each agent, the time at which it had sent the interval's last step, in seconds since 1970; 0 if not yet.
     plans_at
         For each agent, the time at which it received its first plan, in seconds since 1970; 0 if not yet.
     cpu
-        CPU seconds of the agents' processes.
+        CPU seconds that the agents' processes have used.
     """
 
     dropped_steps: int = 0
@@ -104,19 +104,19 @@ class Tally:
 
 
 class RankProcesses:
-    """Handle of all ranks after they have joined; step 0 begins at ``start``, in seconds since 1970."""
+    """Handle to all ranks after they have joined. Step 0 begins at ``start``, in seconds since 1970."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
         self.start = 0.0
 
     def begin(self) -> None:
-        """Start the model's steps in one second."""
+        """Make the model's steps start one second from now."""
         self.start = time.time() + 1.0
         self._send(self.start)
 
     def switch_from(self, step: int) -> None:
-        """Let all ranks execute their plan from ``step`` on; no rank may have begun to report that step."""
+        """Make all ranks carry out their plan from ``step`` onwards. No rank may have begun to report that step."""
         self._send(step)
 
     def _send(self, value: float) -> None:
@@ -132,7 +132,7 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankProcesses]:
-    """Run all ranks of a deployment while the context lasts; they have joined when it begins."""
+    """Run all of a deployment's ranks while the context lasts. They have joined when it begins."""
     spawn = multiprocessing.get_context("spawn")
     shares = [range(first, load.scale.ranks, processes) for first in range(processes)]
     pipes = []
@@ -224,7 +224,7 @@ def _agents(load: Load, share: range, crew: _Crew) -> list[_Agent]:
 
 
 class _Crew:
-    """Plan that all ranks of a process execute, and the steps at which its layers switch."""
+    """Plan that all ranks in a process carry out, and the steps at which its layers switch."""
 
     def __init__(self) -> None:
         self.plan: RankPlan | None = None
@@ -235,7 +235,7 @@ class _Crew:
         self.begun = asyncio.Event()
 
     def hear(self, data: bytes, shape: Shape) -> agent_pb2.ConnectResponse | None:
-        """Decode a message from the service; return ``None`` for the first plan.
+        """Decode a message from the service. Return ``None`` for the first plan.
 
         The plan is decoded only once per process. Real ranks run on other machines, so the agents here must take as
         little CPU time from the service as possible.
@@ -265,14 +265,14 @@ class _Crew:
         self.begun.set()
 
     def segment_end(self, step: int, report_steps: int) -> int:
-        """Return the end (exclusive) of a report that begins at ``step``; reports do not span a switch."""
+        """Return the end (exclusive) of a report that begins at ``step``. Reports do not span a switch."""
         end = (step // report_steps + 1) * report_steps
         upcoming = bisect.bisect_right(self.switches, step)
         return min([end, *self.switches[upcoming : upcoming + 1]])
 
 
 class _Agent:
-    """Stream of one rank."""
+    """One rank's agent and its stream."""
 
     def __init__(self, load: Load, hello: Hello, crew: _Crew, expected_LS: Float64) -> None:
         self.dropped_steps = 0
@@ -322,7 +322,7 @@ class _Agent:
         rate = self._load.steps_per_second
         while True:
             self._step = step
-            # As in a real agent, reports begin at a multiple of their length.
+            # As in a real agent, reports end at a multiple of their length.
             steps = self._crew.segment_end(step, self._load.report_steps or self._requested_steps) - step
             # All ranks step at the same time, so they also report at the same time.
             due = start + (step + steps) / rate
@@ -349,7 +349,7 @@ class _Agent:
                 self.heat_at = self.heat_at or time.time()
 
     async def _carry_out(self, start: float) -> None:
-        """Report each layer of the plan when its step is due."""
+        """Report each of the plan's layers when its step is due."""
         await self._crew.begun.wait()
         assert self._crew.plan is not None
         for index, update in enumerate(self._crew.plan.layers):

@@ -64,7 +64,7 @@ QUICK = Extent(
 def measured(
     contest: Contest, extent: Extent, traces: Sequence[Scenario], only: Sequence[str]
 ) -> Iterator[tuple[str, Rows]]:
-    """Yield the name and the rows of each measurement.
+    """Yield each measurement's name and rows.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def measured(
     traces
         Recorded heat for the closed loop and the ablation.
     only
-        Groups to measure, out of ``GROUPS``.
+        Groups to measure, from ``GROUPS``.
     """
     seed = extent.seeds[0]
     loop_extent = (extent.loop_shape, extent.loop_windows, seed)
@@ -149,13 +149,13 @@ def main() -> int:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """End as on Ctrl-C, keeping the results so far. Ignore a second signal, because some senders repeat it."""
+    """Stop as on Ctrl-C, keeping the results so far. Ignore a second signal, because some senders repeat it."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _about(seeds: tuple[int, ...]) -> dict[str, str]:
-    """Return the command, machine and versions needed to interpret the figures."""
+    """Return the command, machine and versions that are needed to interpret the figures."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -24,7 +24,7 @@ Shape = tuple[int, int, int, int]
 """Layers, experts, ranks, slots per rank."""
 KINDS = ("static", "drift", "phased", "bursty")
 JITTER = 0.1
-"""Standard deviation of the noise in an expert's log-popularity from step to step; not used for drift."""
+"""Standard deviation of the step-to-step noise in an expert's log-popularity. Not used for drift."""
 WINDOW = 256
 """Steps per window."""
 SHAPES: tuple[Shape, ...] = (
@@ -35,11 +35,11 @@ SHAPES: tuple[Shape, ...] = (
     (60, 384, 64, 7),
     (48, 128, 8, 17),
 )
-"""Three deployments of DeepSeek-V3, one each of Qwen3-235B and Kimi-K2, and a small one."""
+"""Three deployments of DeepSeek-V3, one of Qwen3-235B, one of Kimi-K2, and a small one."""
 
 
 def shape_name(shape: Shape) -> str:
-    """Return the shape as tables and options write it.
+    """Return the shape in the notation of tables and options.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def generate(
     steps
         Number of steps.
     seed
-        Seed of the random draws.
+        Seed for the random draws.
     tokens
         Tokens per step.
     choices
@@ -111,7 +111,7 @@ def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int =
     spread
         Standard deviation of the logarithm of a source's weight; 0 for an even split.
     seed
-        Seed of the random draws.
+        Seed for the random draws.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def _log_popularity(
 
 
 def _walk(base_E: Float64, steps: int, generator: np.random.Generator) -> Float64:
-    """Return the start plus an independent random walk per expert, with a weak pull back to the start."""
+    """Return ``base_E`` plus an independent random walk per expert, with a weak pull back to the start."""
     walk_TE = np.empty((steps, base_E.size))
     offset_E = np.zeros(base_E.size)
     for step in range(steps):
@@ -191,7 +191,7 @@ def generated_scene(kind: str, shape: Shape, windows: int, seed: int) -> tuple[S
 def generated_scenarios(
     kinds: Sequence[str], shape: Shape, windows: int, seed: int, spread: float = 0.0
 ) -> list[Scenario]:
-    """Return one scenario per kind; ``spread`` is that of ``source_mix``."""
+    """Return one scenario per kind. ``spread`` has the same meaning as in ``source_mix``."""
     layers, experts, ranks, slots = shape
     mix_RLE = source_mix(layers, experts, ranks, spread, seed) if spread else None
     return [
@@ -212,9 +212,9 @@ def recorded_scenario(path: Path, ranks: int, slots: int | None, window: int) ->
     ranks
         Number of ranks.
     slots
-        Slots per rank; ``None`` for one more than the experts need.
+        Slots per rank; ``None`` for one slot more than the experts need.
     window
-        Steps per window, reduced if the trace has fewer than three such windows.
+        Steps per window. It is reduced if the trace has fewer than three such windows.
     """
     heat_TLE = read_heat(path, ReadAs(batch=64))
     needed = -(-heat_TLE.shape[2] // ranks)

@@ -1,4 +1,4 @@
-"""Targets of the solver, and their check against the results of a run."""
+"""The solver's targets, and their check against a run's results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Results = Mapping[str, Any]
 ROUNDING = 0.01
 _TIME_NOISE = 0.05
 _MAX_WARM_RATIO = 1.0
-"""Highest ratio of a warm decision's CPU time, including its trials from scratch, to a decision from scratch."""
+"""Maximum CPU time of a warm decision, including its trials from scratch, relative to a decision from scratch."""
 
 
 class Target(NamedTuple):
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
 
 def targets(results: Results) -> list[Target]:
-    """Return the targets of all measurements that the results contain."""
+    """Return the targets for all measurements that the results contain."""
     judges: Mapping[str, Callable[[Rows], Iterator[Target]]] = {
         "cells": _balance,
         "time": _time,
@@ -153,7 +153,7 @@ def _following(rows: Rows) -> Iterator[Target]:
 
 
 def promise_error(row: Mapping[str, Any]) -> float:
-    """Return the relative difference between the window's realised and promised PAR, both means over the layers."""
+    """Return the relative difference between the window's realised and promised PAR, both averaged over the layers."""
     return float(np.mean(row["realised_window"]) / np.mean(row["promised_L"]) - 1)
 
 
@@ -246,10 +246,12 @@ Rows = Sequence[Mapping[str, Any]]
 NOISE = 0.003
 """Tolerance for noise when PARs are compared."""
 MOVING_NOISE = 0.02
-"""Tolerance on the next window of drift and bursts, which no policy has seen."""
+"""Tolerance on the next window under drift and bursts, which no policy has seen."""
 BURSTY_GAIN = 0.02
-"""PAR by which bursty heat must be balanced better than by FlashLB at 32 and 64 ranks on the next window. In sample, a
-placement may fit bursts that do not recur."""
+"""Minimum improvement in PAR over FlashLB under bursty heat, on the next window at 32 and 64 ranks.
+
+In sample, a placement may fit bursts that do not recur.
+"""
 
 
 class Cell(NamedTuple):
@@ -262,7 +264,7 @@ class Cell(NamedTuple):
     kind
         Kind of heat.
     in_sample
-        Our PAR, FlashLB's, and our largest excess on any seed, on the window of the decision.
+        Our PAR, FlashLB's PAR, and our largest excess on any seed, on the window of the decision.
     next_window
         The same on the next window.
     failings
@@ -277,7 +279,7 @@ class Cell(NamedTuple):
 
 
 def compared_cells(rows: Rows, policy_name: str = OURS) -> list[Cell]:
-    """Compare a policy with FlashLB on every shape and kind that both were measured on.
+    """Compare a policy with FlashLB on every shape and kind on which both were measured.
 
     A cell fails if it misses its tolerance on any seed.
     """
@@ -319,11 +321,11 @@ def time_ratio(
     Parameters
     ----------
     rows
-        Rows of the time measurement.
+        Rows from the time measurement.
     shape
         Name of the shape.
     kinds
-        Kinds of heat whose times are summed.
+        Kinds of heat for which times are summed.
     measure
         Function that reduces the repeats of a decision to one time.
     policy_name

@@ -1,4 +1,4 @@
-"""Measurements of the solver and its peers; each yields its rows as they are measured."""
+"""Measurements of the solver and its peers. Each yields its rows as they are measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from eplb_service.replay.policy import ABLATIONS
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield a row per seed, kind and shape for our policy and for FlashLB, placed from scratch."""
+    """Yield a row per seed, kind and shape for our policy and for FlashLB, which both place experts from scratch."""
     names = [OURS, OURS_EVEN, *(name for name in contest.peers if name == FLASHLB)]
     for shape in shapes:
         warm, _ = generated_scene(KINDS[0], shape, 1, seeds[0])
@@ -80,7 +80,7 @@ def _row(
 
 
 def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> float:
-    """Return the mean PAR over the layers, with the tables if given and with an even split otherwise."""
+    """Return the mean PAR over the layers, with the tables if they are given, or else with an even split."""
     if tables_RLE is None:
         return float(even_par(heat_TLE, placed_LRS).mean())
     return float(realised_par(heat_TLE, placed_LRS.shape[2], tables_RLE).mean())
@@ -90,7 +90,7 @@ CASES = {
     "kept by the threshold": {"par_threshold": 10.0},
     "in default settings": {},
 }
-"""Two ways in which a decision keeps every layer: the threshold skips the search, or the search finds no gain."""
+"""Two reasons why a decision keeps every layer: the threshold skips the search, or the search finds no gain."""
 
 
 def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -118,23 +118,23 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
 
 
 LOOKS_BACK = 128
-"""Steps that a decision of ``following`` uses."""
+"""Number of steps that a decision in ``following`` uses."""
 DECIDES_EVERY = 24
-"""Steps between two decisions of ``following``."""
+"""Number of steps between two decisions in ``following``."""
 
 FOLLOWED = ("drift", "bursty")
 """Kinds of heat for ``following``: those that make the planner search."""
 
 
 def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, Any]]:
-    """Yield a row per kind and seed: CPU time of repeated decisions and of placements from scratch, on 58x256x32x9.
+    """Yield a row per kind and seed, with CPU times of repeated and of from-scratch decisions on 58x256x32x9.
 
     The planner decides every 24 steps. ``warm`` and ``afresh`` are the CPU seconds of each decision.
     """
     for kind, seed in product(FOLLOWED, seeds):
         heat_TLE = generate(kind, *SHAPES[1][:2], LOOKS_BACK + decisions * DECIDES_EVERY, seed)
         warm, afresh = _followed(heat_TLE, decisions)
-        # The first decision is from scratch in both cases, so it is excluded.
+        # The first decision is made from scratch in both cases, so exclude it.
         yield {
             "shape": shape_name(SHAPES[1]),
             "kind": kind,
@@ -145,7 +145,7 @@ def following(seeds: Sequence[int], decisions: int = 32) -> Iterator[dict[str, A
 
 
 def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]]:
-    """Return the CPU seconds of each warm decision and of a decision from scratch on the same window."""
+    """Return the CPU seconds of each warm decision, and of a decision from scratch on the same window."""
     _, layers, experts = heat_TLE.shape
     ranks, slots = SHAPES[1][2:]
     settings = PlannerSettings(threads=1)
@@ -175,7 +175,10 @@ LARGE: Shape = (61, 512, 320, 2)
 
 
 def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row per shape, kind and policy with the CPU seconds of all repeats; every placement is from scratch."""
+    """Yield a row per shape, kind and policy with the CPU seconds of all repeats.
+
+    Every placement is made from scratch.
+    """
     for shape in shapes:
         names = [OURS, OURS_EVEN] if shape == LARGE else [OURS, OURS_EVEN, *contest.peers]
         for kind in KINDS:
@@ -183,7 +186,7 @@ def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int
             if kind == KINDS[0]:
                 contest.warm_up([OURS, *contest.peers], scene)
             seconds: dict[str, list[float]] = {name: [] for name in names}
-            # The first round is not timed. It only brings back the memory of policies that were paged out.
+            # The first round is not timed. It only pages the policies' memory back in.
             for number in range(repeats + 1):
                 for name in names:
                     decision = contest.decide_from_scratch(name, scene)
@@ -205,7 +208,7 @@ SPREADS = (0.0, 0.3, 0.5)
 def source_tables(
     contest: Contest, shape: Shape, seed: int, spreads: Sequence[float] = SPREADS
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per kind, spread and policy with the PAR that the tables promise and realise.
+    """Yield a row per kind, spread and policy with the PAR that the tables promise and the PAR that they realise.
 
     Parameters
     ----------
@@ -214,7 +217,7 @@ def source_tables(
     shape
         Shape of the deployment.
     seed
-        Seed of the heat and of the tokens' sources.
+        Seed for the heat and for the tokens' sources.
     spreads
         Spreads of ``source_mix``.
     """
@@ -264,12 +267,12 @@ def _draws(heat_TLE: Int32, mix_RLE: Float64, seed: int) -> Iterator[np.ndarray]
     for layer in range(heat_TLE.shape[1]):
         generator = np.random.default_rng([seed, layer])
         drawn_TER = generator.multinomial(heat_TLE[:, layer], mix_RLE[:, layer].T)
-        # uint16 suffices: an expert gets at most one token per choice of the step from one rank.
+        # uint16 is sufficient, because in a step, an expert gets at most one token per choice from a single rank.
         yield drawn_TER.transpose(0, 2, 1).astype(np.uint16)
 
 
 def _realised(drawn: Iterable[np.ndarray], tables: dict[str, Int32], slots: int) -> dict[str, Float64]:
-    """Return each table's PAR per layer, float64 ``[L]``, as the mean over the steps."""
+    """Return the PAR of each table per layer, float64 ``[L]``, averaged over the steps."""
     ratios_by_label: dict[str, list[float]] = {label: [] for label in tables}
     for layer, drawn_TRE in enumerate(drawn):
         for label, tables_RLE in tables.items():
@@ -284,9 +287,9 @@ RANKS = 8
 SLOTS = 2
 MEAN = HEAT.sum() / RANKS
 BEST_EVEN = 196.67
-"""Tokens on the hottest rank in the proven optimum with even shares."""
+"""Number of tokens on the hottest rank in the proven optimum with even shares."""
 BEST_8_SOURCES = 200.0
-"""Tokens on the hottest rank in the best result possible with the tables of 8 source ranks."""
+"""Number of tokens on the hottest rank in the best possible result with the tables of 8 source ranks."""
 
 _MANY = 1_000_000
 
@@ -294,7 +297,7 @@ EVEN_SPLIT = "ours, for a host that splits evenly"
 
 
 def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
-    """Yield a row per policy: tokens on the hottest rank with even shares, and with the tables of 8 source ranks."""
+    """Yield a row per policy: tokens on the hottest rank under even shares, and under the tables of 8 source ranks."""
     scene = first_scene(HEAT[None, None, :], RANKS, SLOTS)
     requests: list[tuple[str, str, dict[str, Any]]] = [
         ("ours", OURS, {"afresh": True}),
@@ -307,7 +310,7 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
         if decision is None:
             continue
         tables_RLE = _tables(decision, HEAT.size)
-        # The example is about expected loads. With a million times the tokens, sampling noise is negligible.
+        # The example is about expected loads. With a million times as many tokens, sampling noise is negligible.
         many_TLE = scene.heat_TLE.astype(np.int64) * _MANY
         yield {
             "policy": label,
@@ -317,12 +320,12 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
 
 
 FEW_SLOTS: tuple[Shape, ...] = ((2, 256, 256, 2), (2, 512, 320, 2))
-"""Shapes on which annealing takes long and its gain on the window is often lost on the next one."""
+"""Shapes on which annealing takes long and often loses its gain on the next window."""
 UNANNEALED = "ours, never annealed"
 
 
 def few_slots(contest: Contest, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield a row per shape, kind, seed and policy: PAR with even shares on the window and on the next one."""
+    """Yield a row per shape, kind, seed and policy, with the PAR under even shares on the window and the next one."""
     for shape, kind, seed in product(FEW_SLOTS, KINDS, seeds):
         scene, heat_TLE = generated_scene(kind, shape, 2, seed)
         unannealed = {"split": "even", "annealing": False}
@@ -337,13 +340,13 @@ def few_slots(contest: Contest, seeds: Sequence[int]) -> Iterator[dict[str, Any]
 
 
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Move prices tried besides the planner's default: PAR that a move of every slot of a layer must gain."""
+"""Move prices tried in addition to the planner's default: minimum PAR improvement for moving every slot of a layer."""
 PRICED = "ours, move_price 0.3"
-"""Price at which few moves should bring almost the whole gain."""
+"""Entrant whose price should yield almost the whole gain with few moves."""
 
 
 def priced(contest: Contest) -> list[Entrant]:
-    """Return the entrants of the closed loop and our policy at each of ``PRICES``."""
+    """Return the entrants in the closed loop, and our policy at each of ``PRICES``."""
     ours = [
         Entrant(f"ours, move_price {price:g}", OURS, {"options": {"move_price": price}}) for price in PRICES
     ]
@@ -353,13 +356,13 @@ def priced(contest: Contest) -> list[Entrant]:
 SMALL: Mapping[str, Shape] = {"small_layers": (8, 32, 8, 5), "two_slots": (2, 256, 256, 2)}
 """Shapes on which replica counts are searched together with the placement: by tree search and by annealing."""
 SPREAD = 0.3
-"""Spread of ``source_mix``. If all source ranks had the same mix, tables would bring no gain."""
+"""Spread for ``source_mix``. If all source ranks had the same mix, tables would bring no gain."""
 
 
 def ablation(
     contest: Contest, shape: Shape, windows: int, seeds: Sequence[int], traces: Sequence[Scenario]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per seed, per kind or trace, and per component: placed from scratch and in the closed loop."""
+    """Yield a row per seed, kind or trace, and component, with results from scratch and in the closed loop."""
     for seed in seeds:
         small = {
             kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
@@ -392,7 +395,7 @@ def _without_each(
 
 
 def _even_par_of(contest: Contest, scene: Scene, options: Mapping[str, Any]) -> float | None:
-    """Return the PAR of a placement made from scratch for an even split, on its own window; ``None`` if it fails."""
+    """Return the PAR of a placement made from scratch for an even split, on its own window, or ``None`` if it fails."""
     decision = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
     return None if decision is None else float(even_par(scene.heat_TLE, decision.placement_LRS).mean())
 

@@ -1,4 +1,4 @@
-"""Tables of a run's results, one or more per measurement."""
+"""Tables of a run's results, with one or more tables per measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Table(NamedTuple):
     title
         Title of the table.
     columns
-        Column headings; the first column is left-aligned, the following ones right-aligned.
+        Column headings. The first column is left-aligned, and the others are right-aligned.
     rows
         Cells of each row.
     note

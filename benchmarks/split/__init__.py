@@ -1,1 +1,1 @@
-"""Benchmark of the gain and the cost of splitting each step's tokens according to that step's counts."""
+"""Benchmark of the gain from splitting each step's tokens according to that step's counts, and of its cost."""

@@ -159,12 +159,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 _KNOWN_ENTRIES = 16
 _MAX_KNOWN_TOKENS = 194.0
-"""Maximum tokens on the hottest rank. 182 is possible, but only a random search over placements finds it."""
+"""Maximum number of tokens on the hottest rank. 182 is possible, but only a random search over placements finds it."""
 _MAX_MICROSECONDS = 200.0
 RECORDED = {SOLVED: 1.225, DEALT: 1.20, STEPWISE: 1.03}
 """Target PAR on the next window for gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots."""
 SHUFFLED = RECORDED | {DEALT: 1.19}
-"""The same with requests in a random order."""
+"""The same targets, with requests in random order."""
 DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
 """Target PAR on the next window for 256 experts on 32 ranks x 9 slots, with 1,024 tokens x 8 choices per step."""
 
@@ -172,7 +172,7 @@ DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
 def of_recorded(
     by_source: Mapping[str, Sequence[float]], quality: Rows, limits: Mapping[str, float]
 ) -> Iterator[Target]:
-    """Yield the targets of recorded decoding: one replica per source rank, dealing tables, and the stepwise split."""
+    """Yield the targets for recorded decoding: one replica per source rank, dealing tables, and the stepwise split."""
     ratios = {name: float(np.mean(by_source[name])) for name in (SOLVED, DEALT)}
     ratios[STEPWISE] = _ratio(quality, FOR_STEPS, STEPWISE)
     labels = {SOLVED: "one replica per source rank", DEALT: "dealt", STEPWISE: "stepwise"}
@@ -181,14 +181,14 @@ def of_recorded(
 
 
 def of_drawn(heat: str, quality: Rows) -> Iterator[Target]:
-    """Yield the targets of drawn heat."""
+    """Yield the targets for drawn heat."""
     for split, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
         name = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {split}"
         yield _at_most(name, DRAWN[split], _ratio(quality, placement, split))
 
 
 def of_cost(cost: Rows) -> Iterator[Target]:
-    """Yield the targets of the stepwise split with its default number of rounds."""
+    """Yield the targets for the stepwise split with its default number of rounds."""
     row = next(row for row in cost if row["rounds"] == ROUNDS)
     quiet, median, slow = np.percentile(row["us"], (5, 50, 95))
     name = f"stepwise split of a layer, one core, {ROUNDS} rounds"
@@ -218,7 +218,7 @@ def _exact_to_a_token(name: str, above: Sequence[float]) -> Target:
 
 
 def of_known_example() -> Iterator[Target]:
-    """Yield the row of an example whose optimum is known: 8 experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
+    """Yield the target for an example with a known optimum: 8 experts on 8 ranks x 2 slots, with 8 source ranks."""
     heat_TLE = HEAT[None, None]
     solved = solve(heat_TLE, RANKS, SLOTS, split="deal", deal_width=_KNOWN_ENTRIES, threads=1)
     hottest = float(solved.hottest_after_L[0])

@@ -1,4 +1,4 @@
-"""PAR on the window after a decision, for three kinds of placements and five splits."""
+"""PAR on the window after a decision, for three kinds of placement and five splits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVEN_SHARES, RANDOM, LPLB, STEPWISE, OPTIMUM = SPLITS = (
 
 
 def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
-    """Yield a row per placement with the mean PAR of each split over layers and windows.
+    """Yield a row per placement with each split's PAR, averaged over layers and windows.
 
     Each placement is made on one window and measured on the next.
 
@@ -52,7 +52,7 @@ def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Ite
     windows
         Number of windows.
     seed
-        Seed of the splits that draw a replica per token.
+        Seed for the splits that draw a replica per token.
     """
     generator = np.random.default_rng(seed)
     heat_TLE = scenario.heat_TLE.astype(np.int64)
@@ -69,7 +69,7 @@ def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Ite
 
 
 def starts_of(steps: int, window: int, windows: int) -> list[int]:
-    """Return the first steps of ``windows`` windows, spread evenly so that each is followed by a whole window.
+    """Return the first steps of ``windows`` windows, spread evenly so that each is followed by a full window.
 
     Examples
     --------
@@ -139,7 +139,7 @@ GREEDY, RULE, SOLVED, ROUND, DEALT = TABLES = (
 def by_source(
     source_TRLE: np.ndarray, slots: int, window: int, windows: int, width: int
 ) -> dict[str, list[float]]:
-    """Return the PAR of each window with each of ``TABLES``, as the mean over the layers.
+    """Return the PAR of each window with each of ``TABLES``, averaged over the layers.
 
     The tables are made on one window and measured on the next.
 
@@ -154,7 +154,7 @@ def by_source(
     windows
         Number of windows.
     width
-        Entries per expert of dealing tables.
+        Number of entries per expert in dealing tables.
     """
     ratios_by_table: dict[str, list[float]] = {name: [] for name in TABLES}
     for start in starts_of(len(source_TRLE), window, windows):
@@ -215,7 +215,7 @@ def loads_by_table(phy2log_RS: np.ndarray, table_RED: np.ndarray, source_TRE: np
     """
     ranks, slots = phy2log_RS.shape
     width = table_RED.shape[2]
-    # Entry k receives the tokens with the numbers k, k + D, k + 2 D, and so on.
+    # Entry k receives tokens number k, k + D, k + 2 D, and so on.
     tokens_TRED = (source_TRE[..., None] + width - 1 - np.arange(width)) // width
     rank_RED = table_RED // slots
     return np.stack(
@@ -228,11 +228,11 @@ CALLS = 200
 _EXPERTS = 256
 _CHOICES = 8
 _TARGET_SPLITS = ("even", "step")
-"""Splits for which placements are made, each for half of them."""
+"""Splits for which placements are made. Half of the placements are made for each."""
 
 
 def tokens_above(split: StepwiseSplit, placed_RS: np.ndarray, heat_TE: np.ndarray) -> list[float]:
-    """Return the tokens on each step's hottest rank above the optimum of the linear program.
+    """Return by how many tokens each step's hottest rank exceeds the linear program's optimum.
 
     The linear program may divide a token over several replicas.
     """
@@ -242,12 +242,12 @@ def tokens_above(split: StepwiseSplit, placed_RS: np.ndarray, heat_TE: np.ndarra
 
 
 def within_a_token(above: Sequence[float]) -> float:
-    """Return the fraction of steps within one token of the linear program's optimum."""
+    """Return the fraction of steps that are within one token of the linear program's optimum."""
     return float(np.mean(np.array(above) <= 1 + 1e-6))
 
 
 def cost(ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64) -> Iterator[dict[str, Any]]:
-    """Yield a row per round count: each step's tokens above the optimum, and each call's CPU microseconds.
+    """Yield a row per number of rounds, with each step's tokens above the optimum and each call's CPU microseconds.
 
     Half of the layers are placed for even shares and half for the stepwise split, on steps that are not measured.
 
@@ -298,14 +298,14 @@ def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 RANKS = ((8, 33), (32, 9), (64, 5))
-"""Rank counts with their slots per rank, which leave one spare slot per rank for 256 experts."""
+"""Rank counts with slots per rank, which leave one spare slot per rank for 256 experts."""
 DRAWN = "drawn"
 SKEWED = "skewed"
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Tokens above the optimum in steps of one kind, with the default number of rounds.
+    """Number of tokens above the optimum for one kind of step, with the default number of rounds.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ class Exactness:
     popularity
         ``DRAWN`` or ``SKEWED``.
     above
-        Tokens above the optimum, one value per step.
+        Number of tokens above the optimum, one value per step.
     """
 
     ranks: int
@@ -377,13 +377,13 @@ def routed_sources(
     Parameters
     ----------
     path
-        An ``.npz`` with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of the requests.
+        An ``.npz`` file with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the request boundaries.
     ranks
         Number of source ranks.
     batch
-        Requests decoded at a time.
+        Number of requests decoded at a time.
     order_seed
-        Seed of a random order of the requests; ``None`` for file order.
+        Seed for a random order of the requests; ``None`` for file order.
     """
     with np.load(path) as file:
         routes_KLC = file["routes"]

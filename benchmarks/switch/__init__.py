@@ -1,1 +1,1 @@
-"""Benchmark of the cost of a layer switch for the model: ``make bench-switch``."""
+"""Benchmark of what a layer switch costs the model: ``make bench-switch``."""

@@ -1,4 +1,4 @@
-"""CPU time that the adapter and the agent add to each step of a host with many layers.
+"""CPU time that the adapter and the agent add to each step on a host with many layers.
 
 The host consists of vLLM's tensors as the adapter sees them, at the size of a large model, but without the model.
 """
@@ -55,7 +55,7 @@ def model_state(ranks: int, device: torch.device) -> SimpleNamespace:
 def device_copies(
     chosen_LP: torch.Tensor, phy2log_LP: torch.Tensor, ring_LWE: torch.Tensor, step: int
 ) -> None:
-    """Run the device operations that any host needs to count choices per expert and to copy 16 steps of counts."""
+    """Run the device operations that any host needs for counting choices per expert and copying 16 steps of counts."""
     row = step % RING_ROWS
     row_LE = ring_LWE[:, row]
     row_LE.zero_()
@@ -66,7 +66,7 @@ def device_copies(
 
 
 def counting(counted: Sequence[tuple[Any, int, int]], device: torch.device) -> Callable[[], None]:
-    """Return a function that counts one pass in every layer; on a GPU it replays a graph, as the model's pass does."""
+    """Return a function that counts one pass in every layer. On a GPU, it replays a graph, as the model's pass does."""
 
     def count() -> None:
         for heat, index, layers in counted:
@@ -81,17 +81,17 @@ def counting(counted: Sequence[tuple[Any, int, int]], device: torch.device) -> C
 
 
 def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]]:
-    """Measure the CPU time of counting a pass and of the call after it, without device copies, against a budget.
+    """Compare the CPU time of counting a pass and of the call after it, without device copies, with a budget.
 
-    CPU time of the model's thread does not depend on other load. Wall-clock time is returned only as a figure. A pass
-    that is counted within a graph takes no CPU time.
+    The model thread's CPU time does not depend on other load. Wall-clock time is only returned for information.
+    Counting a pass within a graph takes no CPU time.
     """
     ranks = dist.get_world_size()
     state = model_state(ranks, device)
     group = SimpleNamespace(rank_in_group=dist.get_rank(), world_size=ranks, cpu_group=dist.group.WORLD)
     parallel = SimpleNamespace(data_parallel_size=ranks, prefill_context_parallel_size=1)
     host = VllmHost(state, parallel, group)
-    # As with a service that keeps up, the memory of sent reports is reused for later ones.
+    # As with a service that keeps up, memory from sent reports is reused for later ones.
     host.agent._outbox = Outbox(heat_reports=1)
     ring_LWE = torch.zeros((LAYERS, RING_ROWS, EXPERTS), dtype=torch.int32, device=device)
     chosen_LP = torch.zeros_like(state.expert_load_pass)
@@ -118,7 +118,7 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
         state.expert_load_pass.zero_()
         middle = time.thread_time()
         clock.append(time.perf_counter() - began_clock)
-        # Pause before the copies as before the call, so that other processes affect the caches of both equally.
+        # Pause before the copies, as before the call, so that other processes affect the caches equally in both cases.
         time.sleep(0.001)
         began_copies = time.thread_time()
         device_copies(chosen_LP, state.physical_to_logical_map, ring_LWE, step)

@@ -1,4 +1,4 @@
-"""Effect of transfers on the model's exchanges over the same link: median and slowest step time."""
+"""Effect of transfers on the model's exchanges over the same link, measured by median and slowest step time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 EXPERT_BYTES = 44_000_000
 SLOTS = 4
-"""One layer's transfer: four experts of DeepSeek-V3 in W8A8 (44 MB each)."""
+"""Number of experts in one layer's transfer. They are DeepSeek-V3 experts in W8A8 (44 MB each)."""
 MODEL_BYTES = 4_000_000
-"""Bytes that the model exchanges per step in each direction."""
+"""Number of bytes that the model exchanges per step in each direction."""
 SHARES = (1.0, 0.25)
 _LONGER = 4
-"""Multiple of the exchanges measured alone, so that some layers arrive during the measurement."""
+"""Number of exchanges measured during transfers, as a multiple of those measured alone.
+
+Some layers must arrive in that time.
+"""
 
 
 class _Layer:
@@ -39,7 +42,7 @@ class _Layer:
 
 
 def beside_transfers(steps: int) -> dict[str, object]:
-    """Time the model's exchange alone and during continuous transfers, in milliseconds per share of the link."""
+    """Time the model's exchange alone and during continuous transfers; return milliseconds per share of the link."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     model = group.process_group("model", timedelta(seconds=60))
     sent, received = (torch.zeros(MODEL_BYTES, dtype=torch.uint8) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The two stages of a layer switch, measured separately: transferring experts between ranks and installing them."""
+"""The two stages of a layer switch, measured separately: transferring experts between ranks, and installing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERTS = 16
 
 
 def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device) -> Ratio:
-    """Time the installation of experts in place, including the wait for the device, against a copy of the same size."""
+    """Time installing experts in place, including the wait for the device, against a copy of the same size."""
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
     layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
@@ -59,7 +59,7 @@ def _finish(device: torch.device) -> None:
 def transfer(
     hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
 ) -> tuple[list[Ratio], float]:
-    """Time the transfer of experts from rank 0 to rank 1 against a plain send, and with checksums against without.
+    """Time an expert transfer from rank 0 to rank 1 against a plain send, and with checksums against one without.
 
     Experts on a device travel through host memory, because both ranks may share one device.
 

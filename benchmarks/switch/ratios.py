@@ -1,4 +1,4 @@
-"""Ratios of two timings taken alternately, with their spread; a busy machine slows both equally."""
+"""Ratios of two timings taken alternately, with their spread. A busy machine slows down both equally."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def by_turns(
 
 
 def means_of(seconds: list[float], steps: int) -> list[float]:
-    """Return the mean of each group of ``steps`` values, which spreads rare expensive steps; drop the rest.
+    """Return the mean of each group of ``steps`` values, which spreads the cost of rare expensive steps. Drop the rest.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Step times with and without an agent, alternately, while the agent is idle and while it switches layers."""
+"""Step times with and without an agent, measured alternately, while the agent is idle and while it switches layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOP_K = 2
 
 
 class Server:
-    """Layers with an agent and the same layers without one, which run forward passes alternately."""
+    """Layers with an agent, and the same layers without one. They run forward passes alternately."""
 
     def __init__(self, hidden: int, intermediate: int, ranks: int) -> None:
         self.live, self.still = (_layers(hidden, intermediate, ranks) for _ in range(2))
@@ -48,7 +48,7 @@ class Server:
         self.agent._switch.vote = timed_vote  # type: ignore[method-assign]
 
     def pairs(self, count: int, plans: bool) -> tuple[list[float], list[float]]:
-        """Return the step times with and without the agent; if ``plans`` is true, a plan is always in progress."""
+        """Return the step times with and without the agent. If ``plans`` is true, a plan is always in progress."""
         on = []
         off = []
         for turn in range(-(-count // 24)):
@@ -63,7 +63,7 @@ class Server:
         return on, off
 
     def _step(self, layers: list[ExpertParallelMoE]) -> None:
-        """Run a forward pass, padded to the length of a decode step, and the agent's step."""
+        """Run a forward pass, padded to the duration of a decode step, and the agent's step."""
         began = time.perf_counter()
         hidden_TH = torch.randn(TOKENS, self.hidden, generator=self.generator)
         for layer in layers:
@@ -94,9 +94,9 @@ def _layers(hidden: int, intermediate: int, ranks: int) -> list[ExpertParallelMo
 
 
 def _swapped_RS(old_RS: Int32, turn: int) -> Int32:
-    """Return a placement in which each rank replaces a single-replica expert by one that only the next rank holds.
+    """Return a placement in which each rank replaces a single-replica expert with one that only the next rank holds.
 
-    On two ranks this exchanges two experts. The placement is returned unchanged if an expert would lose its last
+    On two ranks, this exchanges two experts. The placement is returned unchanged if an expert would lose its last
     replica.
     """
     new_RS = old_RS.copy()
@@ -111,12 +111,12 @@ def _swapped_RS(old_RS: Int32, turn: int) -> Int32:
 
 
 def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[list[Ratio], dict[str, object]]:
-    """Measure step times with and without the agent, while it is idle and while it switches."""
+    """Measure step times with and without the agent, while it is idle and while it switches layers."""
     server = Server(hidden, intermediate, ranks)
     server.pairs(20, plans=False)
     server.vote_seconds.clear()
     on, off = server.pairs(pairs, plans=False)
-    # Steps between two votes while no rank has a plan.
+    # Number of steps between two votes while no rank has a plan.
     interval = 4 * AgentSettings().vote_interval
     voting = means_of(server.vote_seconds, interval)
     switching_on, switching_off = server.pairs(pairs, plans=True)

@@ -1,7 +1,7 @@
 """Serve the embedded model with two vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
 
-One server is balanced by the agent and a real service, the other is not balanced. They serve alternately, so that other
-load on the machine affects both equally. The exit code is 1 if an answer differs, a request fails or no layer was
+One server is balanced by the agent and a real service, and the other is not balanced. They serve alternately, so that
+other load on the machine affects both equally. The exit code is 1 if an answer differs, a request fails or no layer was
 switched, and 2 if vLLM cannot be installed.
 """
 

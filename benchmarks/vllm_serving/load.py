@@ -1,4 +1,4 @@
-"""Requests with drifting domains, sent to an OpenAI server by a fixed number of clients; every token is timed."""
+"""Requests with drifting domains, which a fixed number of clients send to an OpenAI server. Every token is timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eplb_lab.model.serving import Traffic
 from tests.engines.openai_server import ServerError, streamed_choices
 
 _TEMPERATURE = 0.8
-"""Sampling temperature. Greedy decoding soon loops. A seed per request makes the draws equal on both servers."""
+"""Sampling temperature. Greedy decoding would soon loop. A seed per request makes the draws equal on both servers."""
 _CANDIDATES = 5
 """Number of most likely tokens whose log-probabilities are requested."""
 _ANSWER_SECONDS = 120.0
@@ -26,11 +26,11 @@ class Request:
     Parameters
     ----------
     number
-        Position in the load, which is also the seed of the draws.
+        Position in the load, which is also the seed for the draws.
     phase
-        Name of the phase of the load.
+        Name of the load's phase.
     prompt
-        Text of the prompt.
+        Prompt text.
     tokens
         Number of tokens to generate.
     """
@@ -52,7 +52,7 @@ class Answer:
     candidates
         For each token, the log-probabilities of the most likely tokens and of the drawn one.
     times
-        Arrival of each token, in seconds after the request.
+        Arrival time of each token, in seconds after the request.
     error
         Reason for a failure; ``None`` if the request succeeded.
     """
@@ -64,20 +64,20 @@ class Answer:
 
 
 def drifting_requests(count: int, seed: int) -> list[Request]:
-    """Return the load in order, which depends only on the count and the seed."""
+    """Return the load in order. It depends only on the count and the seed."""
     traffic = Traffic(count, rank=0, seed=seed)
     requests = []
     for number in range(count):
         _, prompt = traffic.request(number, row=0)
         phase = traffic.phases[traffic.phase(number)]
-        # Answers have different lengths, so that requests do not begin and end at the same time.
+        # Vary the answers' lengths, so that requests do not all begin and end at the same time.
         tokens = _MIN_TOKENS + number * _STRIDE % _TOKEN_RANGE
         requests.append(Request(number, phase, prompt.decode(), tokens))
     return requests
 
 
 def send_all(port: int, requests: Sequence[Request], clients: int) -> list[Answer]:
-    """Send all requests and return their answers in the same order; each client has one request open at a time."""
+    """Send all requests and return their answers in the same order. Each client has one request open at a time."""
     with ThreadPoolExecutor(max_workers=clients, thread_name_prefix="client") as pool:
         return list(pool.map(lambda request: send(port, request), requests))
 

@@ -1,4 +1,4 @@
-"""The run: a service, two servers, and the rounds of requests that are sent to the two servers alternately."""
+"""A benchmark run: a service, two servers, and rounds of requests that are sent to the servers alternately."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def serve_both(
     python
         Interpreter of vLLM's environment.
     site
-        Folder with the agent, for the ``PYTHONPATH`` of that environment.
+        Directory with the agent, for that environment's ``PYTHONPATH``.
     options
         Command-line options.
     folder
-        Folder for the logs.
+        Directory for the logs.
     console
-        Console for the progress.
+        Console for progress messages.
     """
     rounds = rounds_of(options.requests, options.rounds, options.seed)
     beside = options.beside
@@ -118,7 +118,7 @@ def server_options(ranks: int, redundant: int, sequences: int) -> list[str]:
 
 
 def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a server; ``agent`` holds the agent's variables and is empty without an agent."""
+    """Return a server's environment. ``agent`` holds the agent's variables and is empty if there is no agent."""
     on_cpu = engine_environment(site, VLLM_NO_USAGE_STATS="1")
     return {name: value for name, value in on_cpu.items() if not name.startswith("EPLB_")} | agent
 
@@ -126,7 +126,7 @@ def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
 def _take_turns(
     rounds: list[Round], servers: dict[str, OpenAiServer], clients: int, watched: Watched, console: Console
 ) -> None:
-    """Send each round to both servers, alternating which one is first."""
+    """Send each round to both servers, alternating which server goes first."""
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("rounds", total=len(rounds) * len(KINDS))
         for number, turn in enumerate(rounds):
@@ -138,7 +138,7 @@ def _take_turns(
 
 
 class Watched:
-    """The service's status of the balanced deployment, polled a few times per second."""
+    """The service's status for the balanced deployment, polled a few times per second."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -171,7 +171,7 @@ class Watched:
                     self._service.resume(DEPLOYMENT)
 
     def par(self) -> dict[str, float]:
-        """Return the PAR of the last window before the first switch, the mean PAR since, and the number of steps."""
+        """Return the PAR of the last window before the first switch, the mean PAR after it, and the number of steps."""
         after = float(np.mean(self._after)) if self._after else math.nan
         return {"before": self._before, "after": after, "steps": self._steps}
 
@@ -196,7 +196,7 @@ class Watched:
             self._after.append(status.par)
 
     def switched(self) -> dict[str, int]:
-        """Return the figures of the switches so far, which are zero if no agent has connected."""
+        """Return the switch figures so far, which are zero if no agent has connected."""
         status = DeploymentStatus()
         with contextlib.suppress(grpc.RpcError):
             status = self._service.status(DEPLOYMENT).status
@@ -206,7 +206,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watching(service: Service) -> Iterator[Watched]:
-    """Poll the service's status on a thread while the context lasts."""
+    """Poll the service's status in a background thread while the context lasts."""
     watched = Watched(service)
     over = threading.Event()
 

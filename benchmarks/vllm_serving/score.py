@@ -1,4 +1,4 @@
-"""Comparison of two servers' answers to the same requests: equality, latency and the summary of a run."""
+"""Comparison of two servers' answers to the same requests: equality, latency, and a run's summary."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ ALONE = "alone"
 BALANCED = "balanced"
 KINDS = (ALONE, BALANCED)
 DECIDING, KEEPING, RESTING, NOTHING = BESIDE = ("deciding", "keeping", "resting", "nothing")
-"""Behaviour of the service: it decides and moves experts, decides but moves nothing, does not decide, or is absent."""
+"""Service behaviour: it decides and moves experts, decides but moves nothing, does not decide, or is absent."""
 MOST_SPLIT_DRAWS = 0.02
 """Maximum fraction of requests in which float32 rounding may change a draw; the actual fraction is far smaller."""
 _DRAWS = 2000
 MOST_ROUNDING = 1e-3
-"""Largest difference of two log-probabilities that float32 rounding can cause; a wrong expert changes them by 0.1 or
-more."""
+"""Largest difference between two log-probabilities that float32 rounding can cause.
+
+A wrong expert changes them by 0.1 or more.
+"""
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Round:
 
     @property
     def phase(self) -> str:
-        """Phase of the request in the middle of the round."""
+        """Phase of the request in the middle of the round, which stands for the round."""
         return self.requests[len(self.requests) // 2].phase
 
     def timed_pairs(self) -> list[tuple[Answer, Answer]]:
@@ -60,7 +62,7 @@ def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]
     dict
         The number of ``requests``, and how many answers are ``identical``, ``split_draws`` and ``different``. In a
         split draw both servers give the candidates the same log-probabilities within ``MOST_ROUNDING``, but rounding
-        changed the draw. Failed requests count as different. ``worst_difference`` is the largest difference of two
+        changed the draw. Failed requests count as different. ``worst_difference`` is the largest difference between two
         log-probabilities.
     """
     gaps = [_largest_gap(*pair) for pair in zip(first, second, strict=True)]
@@ -76,11 +78,11 @@ def compare(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Any]
 
 
 def _largest_gap(first: Answer, second: Answer) -> float:
-    """Return the largest difference of two log-probabilities, up to and including the first token that differs."""
+    """Return the largest difference between two log-probabilities, up to and including the first token that differs."""
     largest = 0.0
     for index, (first_logs, second_logs) in enumerate(zip(first.candidates, second.candidates, strict=False)):
         shared = first_logs.keys() & second_logs.keys()
-        # Rounding may exchange a few candidates of almost equal probability, but at least half must be the same.
+        # Rounding may exchange a few candidates with almost equal probabilities, but at least half must be the same.
         if len(shared) < len(first_logs) // 2:
             return float("inf")
         largest = max(largest, *(abs(first_logs[token] - second_logs[token]) for token in shared))
@@ -90,7 +92,10 @@ def _largest_gap(first: Answer, second: Answer) -> float:
 
 
 def latency(answers: Iterable[Answer]) -> dict[str, float]:
-    """Return the milliseconds to the first token and per token, median and 99th percentile; NaN without answers."""
+    """Return the median and 99th percentile of milliseconds to the first token and per token.
+
+    NaN if there are no answers.
+    """
     good = [answer.times for answer in answers if answer.error is None]
     seconds = {
         "first": [times[0] for times in good if times],
@@ -104,10 +109,10 @@ def latency(answers: Iterable[Answer]) -> dict[str, float]:
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Return the ratios of the balanced server's median latencies to the unbalanced server's.
+    """Return the ratios of the balanced server's median latencies to those of the unbalanced server.
 
-    ``low`` and ``high`` bound the 95 % confidence interval of a bootstrap over rounds. Rounds are resampled instead of
-    requests because the requests of a round share the same load on the machine.
+    ``low`` and ``high`` are the bounds of the 95 % confidence interval from a bootstrap over rounds. Rounds are
+    resampled instead of requests, because all requests in a round run under the same load on the machine.
     """
     pairs_by_round = [pairs for turn in rounds if (pairs := turn.timed_pairs())]
     if not pairs_by_round:
@@ -137,7 +142,7 @@ def _ratio(by_round: Sequence[npt.NDArray[np.float64]]) -> float:
 
 
 def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, float]) -> dict[str, Any]:
-    """Return the content of the ``--json`` file; ``switched`` and ``par`` come from the service."""
+    """Return the content of the ``--json`` file. ``switched`` and ``par`` come from the service."""
     answers = {kind: [answer for turn in rounds for answer in turn.answers[kind]] for kind in KINDS}
     return {
         **compare(answers[ALONE], answers[BALANCED]),
@@ -151,7 +156,7 @@ def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, fl
 
 
 def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
-    """Return the reason why a run fails, or ``None``; ``beside`` is the behaviour of the service."""
+    """Return the reason why a run fails, or ``None``. ``beside`` is one of ``BESIDE``."""
     if failed := sum(found["failed"].values()):
         return f"{failed} requests failed"
     if found["different"]:

@@ -1,4 +1,4 @@
-"""Fakes of the SGLang objects that the adapter uses, with the shapes and types of release 0.5.23."""
+"""Fakes of the SGLang objects that the adapter uses, with their shapes and types in release 0.5.23."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHYSICAL = SLOTS * RANKS
 
 
 class Metadata:
-    """Fake of ``ExpertLocationMetadata.init_trivial``. On a CPU, the host's copies are the tensors themselves."""
+    """Fake of ``ExpertLocationMetadata.init_trivial``. On the CPU, the host copies are the tensors themselves."""
 
     def __init__(self, rank, dispatch):
         layers = DENSE_LAYERS + MOE_LAYERS
@@ -39,7 +39,7 @@ class Metadata:
         self.num_local_physical_experts = SLOTS
 
     def tensors(self):
-        """Return the tensors that CUDA graphs may have captured."""
+        """Return the tensors that a CUDA graph may have captured."""
         tensors = [
             self.physical_to_logical_map,
             self.logical_to_all_physical_map,
@@ -49,7 +49,7 @@ class Metadata:
         return [tensor for tensor in tensors if tensor is not None]
 
     def to_physical(self, layer_id, ids_TK):
-        """Map as ``_topk_ids_logical_to_physical_static`` or, without an all-to-all, ``_dynamic`` does."""
+        """Map ids as ``_topk_ids_logical_to_physical_static`` does, or as ``_dynamic`` does without an all-to-all."""
         if self.logical_to_rank_dispatch_physical_map is not None:
             return self.logical_to_rank_dispatch_physical_map[layer_id][ids_TK]
         row_T1 = torch.arange(ids_TK.shape[0])[:, None]
@@ -58,7 +58,7 @@ class Metadata:
 
 
 class Recorder:
-    """Fake of ``_ExpertDistributionRecorderReal`` for all slots or, with DeepEP's low latency mode, this rank's."""
+    """Fake of ``_ExpertDistributionRecorderReal``. It covers all slots, or this rank's in DeepEP's low-latency mode."""
 
     def __init__(self, columns=PHYSICAL):
         data = torch.zeros((DENSE_LAYERS + MOE_LAYERS, columns), dtype=torch.int)
@@ -84,7 +84,7 @@ class LazyValue:
 
 
 class Model(torch.nn.Module):
-    """Model whose experts are filled with their number plus 100 times the layer; one of two tensors is transposed."""
+    """Model whose expert weights equal the expert number plus 100 times the layer. One of two tensors is transposed."""
 
     def __init__(self, rank):
         super().__init__()
@@ -125,7 +125,7 @@ class Mode:
 
 
 def batch(name="decode"):
-    """Return a fake ``ForwardBatch`` of this mode."""
+    """Return a fake ``ForwardBatch`` in this mode."""
     return SimpleNamespace(forward_mode=Mode(name))
 
 

@@ -1,7 +1,7 @@
 """The agent's tables balance each engine's dispatch at least as well as the engine's own EPLB.
 
-Each dispatch uses the engine's rule for picking a replica. The heat is the tutorial's trace. The service plans on its
-first steps with the default settings, fitted to the host. Both balancers are scored on the following steps.
+Each dispatch uses the engine's rule for picking a replica. The heat is the tutorial's trace. A decision on its first
+steps uses the default settings, adapted to the host. Both balancers are scored on the following steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REDUNDANT = RANKS * SLOTS - 32
 VLLM_ENTRIES = min(REDUNDANT + 1, _MAX_ENTRIES)
 
 STATIC = ("one replica per source rank", 1, False, 1)
-"""A dispatch: its rule, its tables' entries per expert, whether a token's row picks one, and ranks sharing tokens."""
+"""A dispatch: rule, table entries per expert, whether a token's row selects the entry, and ranks per token group."""
 DISPATCHES = {
     "vLLM, tensor parallel": ("hash of the row", VLLM_ENTRIES, True, 8),
     "vLLM, naive dispatch": ("hash of the row", VLLM_ENTRIES, True, 8),
@@ -47,7 +47,7 @@ DISPATCHES = {
 
 
 def first_placement(experts, layers):
-    """Return vLLM's initial placement: experts in order, the first ones with two replicas."""
+    """Return vLLM's initial placement: the experts in order, then a second replica of the first ones."""
     return Placement(
         np.tile((np.arange(RANKS * SLOTS) % experts).reshape(1, RANKS, SLOTS), (layers, 1, 1)).astype(
             np.int32
@@ -57,7 +57,7 @@ def first_placement(experts, layers):
 
 
 def par(heat_TLE, placement, tables_RLED, group):
-    """Return the mean PAR if each token group routes an equal part, spread evenly over distinct table entries."""
+    """Return the mean PAR if token groups route equal numbers of tokens, spread evenly over distinct table entries."""
     loads_TLR = np.zeros((len(heat_TLE), placement.layers, RANKS))
     firsts = range(0, RANKS, group)
     for first in firsts:
@@ -70,7 +70,7 @@ def par(heat_TLE, placement, tables_RLED, group):
 
 
 def planned(heat_TLE, placement, tables_RLE, settings, group):
-    """Return the placement and tables after one decision on a window."""
+    """Return the placement and tables that result from one decision on the window."""
     topology = Topology(np.zeros(RANKS, dtype=np.int32), (np.arange(RANKS) // group * group).astype(np.int32))
     layer_plan = plan(Window(heat_TLE), placement, tables_RLE, topology, settings)
     changed = [(layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in layer_plan.layers]

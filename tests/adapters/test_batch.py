@@ -1,4 +1,4 @@
-"""The phase and the token counts that the adapter derives from vLLM's schedule."""
+"""The step phase and token counts that the adapter derives from vLLM's schedule."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from worker_agent.adapters.batch import Batch, TokenShare, batch_of, share_of_ra
         ([1, 512], {}, StepPhase.MIXED),
         ([4, 1, 2], {0: 3, 2: 1}, StepPhase.DECODE),  # the requests have three, zero and one drafts
         ([4, 6], {0: 3}, StepPhase.MIXED),
-        ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose cache another instance filled
+        ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose KV cache another instance filled
     ],
 )
 def test_a_request_prefills_if_it_computes_more_than_one_token_and_its_drafts(counts, drafts, phase):

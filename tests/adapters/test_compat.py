@@ -1,4 +1,4 @@
-"""An engine with changed functions is rejected by their names before anything is patched."""
+"""An engine with changed functions is rejected before anything is patched, and the error names the functions."""
 
 import importlib.util
 import linecache
@@ -35,13 +35,13 @@ def engine(tmp_path, monkeypatch):
 
 TARGET = "toy_engine:State.step"
 EXACT = {TARGET: None}
-"""A patch that depends on the exact parameters."""
+"""A patch that depends on the function's exact parameters."""
 FORWARDING = {TARGET: 1}
 """A patch that passes on all arguments after ``self``."""
 
 
 def fingerprints_of(engine, release):
-    """Write ``BODY`` as the engine and return its fingerprints under this release."""
+    """Write ``BODY`` as the engine's source and return its fingerprints under this release."""
     engine(BODY)
     return {release: {TARGET: compat.fingerprint(TARGET)}}
 

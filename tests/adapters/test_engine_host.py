@@ -44,7 +44,7 @@ def test_the_heat_of_a_pass_is_written_to_its_row_by_logical_expert(on_host):
         rings.record(None, chosen, phy2log_LP)
     assert rings.sources_LWE[:, 0].tolist() == [[5, 2, 3], [7, 14, 5]]
     assert rings.sources_LWE[:, 1].sum() == 0
-    # A pass without a call keeps its row, and the next pass uses another one.
+    # A pass without a call keeps its row, and the next pass uses a different row.
     for _ in range(2):
         run(rings)
     rings.record(None, chosen_LP, phy2log_LP)

@@ -1,4 +1,4 @@
-"""Hosts of the real adapter that run ahead of their device switch at the same pass, even if they miss calls."""
+"""Real-adapter hosts that run ahead of their devices switch at the same pass, even if they miss calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULT_AT = 80
 
 
 class CheckedPasses:
-    """Forward passes that check on the device that each rank's table points to slots with the right expert."""
+    """Forward passes that check, on the device, that each rank's table points to slots with the right expert."""
 
     def __init__(self, state: Any, device: queued_device.DeviceQueue) -> None:
         self.wrong = 0
@@ -48,11 +48,11 @@ class CheckedPasses:
 
 
 def serve(fault: str | None) -> dict[str, Any]:
-    """Serve passes during many plans; inject the fault at one pass, on rank 1 or on every rank."""
+    """Run passes during many plans; inject the fault at one pass, on rank 1 or on every rank."""
     vote_module._SUSPICION_SECONDS = 0.5
     live.EXPERTS = fakes.EXPERTS
     device = queued_device.install()
-    # Checksums would wait for the device, and the simulated device waits for its host's thread.
+    # Checksums would wait for the device, while the simulated device waits for its host's thread.
     fast = {"vote_interval": 2, "commit_timeout_seconds": 0.3, "verify_transfers": False}
     state, host = fakes.started(queued_device.QueuedTensor, **fast)
     rank = dist.get_rank()
@@ -74,7 +74,7 @@ def serve(fault: str | None) -> dict[str, Any]:
             for _ in range(calls):
                 host.step(is_dummy=False)
         except FatalSwitchError as fatal:
-            # Queue another pass so that the peer's host does not wait for its device.
+            # Queue another pass, so that the peer's host does not wait for its device.
             passes.queue()
             return {"fatal": str(fatal)}
         if agent._switch.state.plan is None and number % 4 == 1:
@@ -114,6 +114,6 @@ def test_no_pass_routes_to_a_slot_with_another_expert(fault):
     assert [rank["wrong"] for rank in ranks] == [0, 0]
     assert [rank["halted"] for rank in ranks] == [None, None]
     assert min(rank["switched"] for rank in ranks) > 0
-    # If few passes run in the meantime, the ranks agree on new numbers before any of them complains.
+    # If few passes run in the meantime, the ranks agree on new numbers before any rank complains.
     complain = all("load_counter has gone back" in rank["complaints"] for rank in ranks)
     assert min(rank["later"] for rank in ranks) > 0 or (fault == "counter reset" and complain)

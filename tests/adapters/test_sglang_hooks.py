@@ -1,4 +1,4 @@
-"""The hooks that the adapter registers with SGLang, and their effect around the calls that they wrap."""
+"""The hooks that the adapter registers with SGLang, and their effect before and after the calls that they wrap."""
 
 import sys
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def test_a_hook_that_was_not_applied_stops_the_engine(sglang):
 
 
 class Host(SglangHost):
-    """Host that records the calls of the hooks."""
+    """Host that records the hooks' calls."""
 
     def __init__(self):
         self.calls = []
@@ -146,7 +146,7 @@ def test_balancing_resumes_after_a_failed_load(hook):
 def test_balancing_resumes_after_a_sleep_once_all_memory_is_restored():
     host = Host()
     manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner_with(host)), offload_tags=set())
-    # Balancing resumes if the engine is too busy to sleep.
+    # Balancing resumes if the engine refuses to sleep because it is busy.
     with pytest.raises(ZeroDivisionError):
         hooks._release_memory(lambda _: 1 / 0, manager)
     assert host.calls == ["drain", "resume"]

@@ -156,7 +156,7 @@ def test_counts_of_only_the_ranks_own_slots_are_used_unchanged():
 
 
 def loaded():
-    """Replace a weight tensor before the first pass, then load in place, then load into a new tensor."""
+    """Replace a weight tensor before the first pass, then load weights in place, then load them into a new tensor."""
     runner, _, _, host = started("dynamic")
     weight = runner.model.w2_2.data
     runner.model.w2_2.data = weight.clone()
@@ -182,12 +182,12 @@ def test_balancing_resumes_after_a_load_unless_experts_are_in_new_tensors():
 
 
 def entries_that_differ(host):
-    """Return the number of distinct entries per expert in each layer's dealing table."""
+    """Return the number of distinct dealing-table entries for each expert in each layer."""
     return [[len(set(row)) for row in table_ED] for table_ED in host.agent.installed.log2phy_LE.tolist()]
 
 
 def resumed(dispatch):
-    """Tables after a sleep in which they were lost."""
+    """Return the tables after a sleep in which they were lost."""
     rank = dist.get_rank()
     runner, metadata, _, host = started(dispatch)
     host.count_pass()

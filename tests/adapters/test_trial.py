@@ -1,4 +1,4 @@
-"""The trial of the experts: engines whose experts compute different outputs in other slots are rejected at start-up."""
+"""The expert trial: engines whose experts compute different outputs in different slots are rejected at startup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOTS = 5
 HIDDEN = 8
 FIRST = 10
 HIDDEN_FACTORS: dict[int, torch.Tensor] = {}
-"""Factors per expert that the search cannot reach, by the id of the method that uses them."""
+"""Per-expert factors that the search cannot reach, by the id of the method that uses them."""
 
 
 class Experts(torch.nn.Module):
@@ -42,7 +42,7 @@ class Experts(torch.nn.Module):
 
 
 class Method:
-    """Quantisation method whose experts multiply, with an additional factor if ``HIDDEN_FACTORS`` has one."""
+    """Quantisation method whose experts are plain products, with an extra factor if ``HIDDEN_FACTORS`` has one."""
 
     def __init__(self):
         self.moe_kernel = None
@@ -50,7 +50,7 @@ class Method:
         self.noise = 0.0
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
-        """Compute the experts' output and overwrite the input, as vLLM's method may."""
+        """Compute the experts' output and overwrite the input, as vLLM's method may do."""
         assert shared_experts is None
         assert shared_experts_input is None
         self.calls += 1
@@ -182,7 +182,7 @@ def test_vllm_layers_are_tried_before_the_ranks_meet(monkeypatch):
 
 
 class StandardDispatcher:
-    """Fake of SGLang's dispatcher, which passes tokens on with local slots."""
+    """Fake of SGLang's dispatcher, which forwards tokens with local slots."""
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -1,4 +1,4 @@
-"""The search for per-expert values that would not move with their experts, in all objects of an engine's layer."""
+"""The search through all objects of an engine's layer for per-expert values that would not move with their experts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Slotted:
 
 
 class Wrapper:
-    """Object that holds a tensor without being one, like Triton's."""
+    """Object that holds a tensor without being one, like Triton's wrapper."""
 
     def __init__(self, data):
         self.storage = SimpleNamespace(data=data)
@@ -195,7 +195,7 @@ def test_the_unmoved_half_of_a_partly_moved_tensor_is_found():
 
 
 def test_a_factor_per_routed_and_shared_expert_is_found():
-    """A fused shared expert occupies the slot after those of the routed experts."""
+    """A fused shared expert occupies the slot after the routed experts' slots."""
     layer = module()
     layer.w13_weight = torch.nn.Parameter(torch.rand(SLOTS + 1, 8, HIDDEN), requires_grad=False)
     moved = [layer.w13_weight.data[:SLOTS], layer.w2_weight.data]
@@ -206,7 +206,7 @@ def test_a_factor_per_routed_and_shared_expert_is_found():
 
 
 def layer_of_an_engine():
-    """Return a layer like vLLM's and SGLang's in which every value moves, the moved tensors, and its model."""
+    """Return a layer like vLLM's and SGLang's in which every value moves, with the moved tensors and the model."""
     layer = module()
     weight = layer.w13_weight
     factors = torch.nn.Parameter(per_expert(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The patches in vLLM: its balancer, the loading of models, and calls that change weights."""
+"""The patches to vLLM: its balancer, model loading, and calls that change weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GptOssForCausalLM:
 
 @pytest.fixture
 def load(monkeypatch):
-    """Return a function that loads a model in a hooked worker, with the agent's host or without EPLB support."""
+    """Return a function that loads a model in a hooked worker, either with the agent's host or without EPLB support."""
 
     class Worker:
         rank = 0
@@ -110,7 +110,7 @@ class Host:
 
 
 def state_class():
-    """Return a fake of ``EplbState`` in which only ``add_model`` may be called."""
+    """Return a fake ``EplbState`` of which only ``add_model`` may be called."""
 
     class EplbState:
         def __init__(self):
@@ -182,7 +182,7 @@ CALLS = {
     "update_weights": ("vLLM", "vLLM resume"),
     "finish_weight_update": ("vLLM resume", "vLLM resume"),
 }
-"""Host calls around each call of vLLM's worker, if that call returns and if it raises."""
+"""Host calls around each call to vLLM's worker, both when the worker's call returns and when it raises."""
 
 
 def runner_of(host):

@@ -1,4 +1,4 @@
-"""The vLLM host on fake vLLM objects: its token groups, rejected models, and the tables and weights after a switch."""
+"""The vLLM host with fake vLLM objects: token groups, rejected models, and the tables and weights after a switch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup,
 
 
 def layer_of_023(**dispatch):
-    """Return a layer of release 0.23, which keeps the dispatch flags in three objects."""
+    """Return a layer as in release 0.23, which keeps the dispatch flags in three objects."""
     runner = layer(**dispatch)
     return SimpleNamespace(
         runner=SimpleNamespace(do_naive_dispatch_combine=runner.do_naive_dispatch_combine),
@@ -127,8 +127,8 @@ def switched_and_restored():
     host.restore()
     facts["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     facts["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
-    # Expert 3 was chosen five times a pass. If ranks share tokens, only the first counts them. Dummy steps
-    # and warm-up requests do not count.
+    # Expert 3 was chosen five times per pass. If ranks share tokens, only the first rank counts them. Dummy steps and
+    # warm-up requests do not count.
     facts["logged"] = records
     facts["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
     host.close()
@@ -177,7 +177,7 @@ def test_a_value_per_expert_that_would_not_move_is_rejected(home, name, shape, r
         holder.register_buffer(name, tensor)
     else:
         setattr(holder, name, tensor)
-    # An accepted host would next wait for its peers, which do not exist here.
+    # After it is accepted, a host would wait for its peers, which do not exist here.
     outcome = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
     group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
     with outcome:
@@ -185,12 +185,12 @@ def test_a_value_per_expert_that_would_not_move_is_rejected(home, name, shape, r
 
 
 def router_state(real):
-    """Return the router state of 0.25 and later: the number of leading rows that are tokens of this rank."""
+    """Return the router state of 0.25 and later: the number of leading rows that hold this rank's tokens."""
     return SimpleNamespace(num_unpadded_tokens_tensors=[torch.tensor(real, dtype=torch.int32)])
 
 
 def gathered(release_counts_own, knows_router):
-    """Return the heat of a pass with the naive dispatcher in which rank 0 is idle, counted like vLLM's kernel."""
+    """Return the heat of a pass with the naive dispatcher in which rank 0 is idle, counted as vLLM's kernel does."""
     rank = dist.get_rank()
     state = model_state(rank, naive=True)
     tokens = torch.tensor(0 if rank == 0 else 5, dtype=torch.int32)
@@ -220,7 +220,7 @@ def test_tokens_gathered_from_all_ranks_count_once(release_counts_own, knows_rou
 
 
 def asleep():
-    """Sleep after a switch of one layer; the sleep discards all memory that the engine allocated while loading."""
+    """Sleep after one layer has switched. The sleep discards all memory that the engine allocated while loading."""
     rank = dist.get_rank()
     state, host = started()
     draft = SimpleNamespace(
@@ -282,7 +282,7 @@ def asleep():
 
 
 def test_all_tables_are_restored_after_a_sleep_that_discards_memory():
-    """vLLM's sleep level 2 also discards layers that were never switched, and counters."""
+    """vLLM's sleep level 2 also discards the counters, and layers that were never switched."""
     for rank, facts in enumerate(run_ranks(RANKS, asleep)):
         assert set(facts.values()) == {True}, (rank, facts)
 
@@ -302,7 +302,7 @@ def spread_over_replicas():
 
 
 def tokens_per_slot(state):
-    """Return the tokens per slot of each layer for 120 tokens, 20 per expert."""
+    """Return the tokens per slot in each layer for 120 tokens, 20 per expert."""
     rows_T1 = (torch.arange(120) // 20).unsqueeze(1)
     return [
         torch.bincount(runner.router._apply_eplb_mapping(rows_T1).reshape(-1), minlength=8).tolist()

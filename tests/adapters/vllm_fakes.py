@@ -1,4 +1,4 @@
-"""Fakes of the vLLM objects that the adapter uses, including the routers of the MoE layers."""
+"""Fakes of the vLLM objects that the adapter uses, including the MoE layers' routers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(data_parallel=1, prefill_context=1):
 
 
 def scheduled(counts, drafts=None):
-    """Return a ``SchedulerOutput`` whose requests compute ``counts`` tokens."""
+    """Return a ``SchedulerOutput`` that schedules ``counts`` tokens for its requests."""
     tokens_by_request = {str(number): count for number, count in enumerate(counts)}
     return SimpleNamespace(
         num_scheduled_tokens=tokens_by_request,
@@ -60,17 +60,17 @@ def hooked_router():
 
 
 def mapped(tables, topk_ids):
-    """Return the physical ids that vLLM's kernel picks: it hashes the row over the expert's replica count."""
+    """Return the physical ids that vLLM's kernel picks. It hashes the row, modulo the expert's replica count."""
     map_EX, count_E = tables
     row_T1 = torch.arange(topk_ids.shape[0]).unsqueeze(1)
     ids = topk_ids.long()
-    # Use floats: a queued device infers shapes with zeros, and an integer remainder by zero raises.
+    # Use floats: a queued device infers shapes from zeros, and an integer remainder by zero raises an error.
     column_TK = ((row_T1 * 2654435769) & 0xFFFFFFFF).double() % count_E[ids].double()
     return map_EX[ids, column_TK.long()]
 
 
 def model_state(rank, place=lambda tensor: tensor, naive=False):
-    """Return the state that ``EplbState.add_model`` of 0.23 creates, with experts filled with their number.
+    """Return the state that ``EplbState.add_model`` of 0.23 creates. Expert weights equal the expert number.
 
     ``place`` converts each tensor, for example to a tensor on a device.
     """
@@ -95,14 +95,14 @@ def model_state(rank, place=lambda tensor: tensor, naive=False):
 
 
 def run_pass(state, layers=LAYERS, parts=1):
-    """Run one forward pass of the first ``layers`` layers' routers, each in ``parts`` parts of the batch."""
+    """Run one forward pass of the routers in the first ``layers`` layers, with the batch split into ``parts`` parts."""
     for runner in state.model.moe_layers[:layers]:
         for _ in range(parts):
             runner.router._apply_eplb_mapping("choices")
 
 
 def started(place=lambda tensor: tensor, state=None, **changes):
-    """Return this rank's state and its host; ``changes`` are settings of the agent."""
+    """Return this rank's state and its host. ``changes`` are agent settings."""
     rank = dist.get_rank()
     state = state or model_state(rank, place)
     engine_host.AgentSettings = lambda: live.settings(**changes)

@@ -1,4 +1,4 @@
-"""A layer with predictable counters for tests of heat recording."""
+"""A layer with predictable counters, for tests of heat recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXPERTS = 4
 
 @dataclass
 class CountingLayer:
-    """A layer that counts its step's number in every bin."""
+    """A layer that adds the step number to every bin."""
 
     counts_source: bool = True
     first: int = 0

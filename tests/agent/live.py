@@ -1,4 +1,4 @@
-"""Live layers with agents in a test's ranks, and plans for them like a service's."""
+"""Live layers with agents in a test's ranks, and plans for them like those from a service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIDDEN = 16
 INTERMEDIATE = 8
 TOP_K = 2
 RANKS = 3
-# No process listens on the discard port, so the agent runs without a service.
+# Nothing listens on the discard port, so the agent runs without a service.
 NOWHERE = "127.0.0.1:9"
 _MAX_EXTRA_STEPS = 10_000
 _CONSTANTS = {
@@ -39,13 +39,13 @@ _CONSTANTS = {
     "report_steps": (agent_module, "_INITIAL_REPORT_STEPS"),
     "vote_lag": (vote_module, "_VOTE_LAG"),
 }
-"""Constants of the agent that tests change in a rank's process, by the name that ``settings`` accepts."""
+"""Agent constants that tests change in a rank's process, by the name that ``settings`` accepts."""
 
 
 def layers_of(
     count: int, phy2log_RS: Int32, dispatcher: str = "all2allv", dealing_width: int = 1
 ) -> list[ExpertParallelMoE]:
-    """Return ``count`` layers with seeded experts and this rank's slots of ``phy2log_RS``."""
+    """Return ``count`` layers with seeded experts; this rank's slots hold the experts given by ``phy2log_RS``."""
     shapes = [MoEShape(layer, EXPERTS, HIDDEN, INTERMEDIATE) for layer in range(count)]
     group = dist.group.WORLD
     return [
@@ -74,9 +74,9 @@ def shuffled_RS(ranks: int, seed: int) -> Int32:
 
 
 def settings(**changes: Any) -> AgentSettings:
-    """Return settings for one node without a service, with timeouts long enough for a busy machine.
+    """Return settings for a single node without a service, with timeouts long enough for a busy machine.
 
-    ``changes`` may also contain constants of the agent (see ``_CONSTANTS``). They are set in this process.
+    ``changes`` may also contain agent constants (see ``_CONSTANTS``), which are set in this process.
     """
     for name in changes.keys() & _CONSTANTS.keys():
         setattr(*_CONSTANTS[name], changes.pop(name))
@@ -95,7 +95,7 @@ def start(
 ) -> tuple[Agent, list[Any], list[Any]]:
     """Start an agent over linear layers; return it, the layers, and identical reference layers without an agent.
 
-    ``place`` converts the layers to those that the agent gets, for example to layers on a device.
+    ``place`` converts the layers to the ones that the agent manages, for example to layers on a device.
     """
     rank_RS = linear_RS(dist.get_world_size())
     layers, still = (layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
@@ -114,7 +114,7 @@ def from_here(agent: Agent, seed: int, layer: int = 0) -> Any:
 
 
 def offer(agent: Agent, changes: dict[int, Int32], plan_id: int = 1) -> None:
-    """Deliver a plan, as the service would, that changes the layers of ``changes`` in their order."""
+    """Deliver a plan, as the service would, that changes the layers in ``changes``, in that order."""
     identity = agent.identity
     installed = agent.installed
     phy2log_LRS = installed.placement.phy2log_LRS.copy()
@@ -127,7 +127,7 @@ def offer(agent: Agent, changes: dict[int, Int32], plan_id: int = 1) -> None:
 
 
 def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:
-    """Return ``new_RS`` with each expert that stays on its rank kept in its current slot."""
+    """Return ``new_RS``, reordered so that each expert that stays on its rank keeps its current slot."""
     kept = np.full_like(new_RS, -1)
     for rank, experts in enumerate(new_RS):
         stays = np.isin(old_RS[rank], experts)
@@ -144,9 +144,9 @@ def drive(
     between: Callable[[int], None] = lambda _: None,
     epoch: int = 0,
 ) -> float:
-    """Run ``steps`` steps through both sets of layers and return the largest difference of their outputs.
+    """Run ``steps`` steps through both sets of layers and return the largest difference between their outputs.
 
-    ``between(step)`` runs before each step. Token counts differ between ranks, and rank 0 has no tokens at every third
+    ``between(step)`` runs before each step. Token counts differ between ranks, and rank 0 has no tokens on every third
     step. If the agent has not reached ``epoch`` after ``steps`` steps, as on a busy machine, up to 10,000 more steps
     follow. All ranks reach an epoch at the same step, so all of them stop at the same step.
     """
@@ -177,7 +177,7 @@ def difference(live: list[Any], still: list[Any], hidden_TH: torch.Tensor, ids_T
 
 
 def fail_once_to_stage(agent: Agent) -> None:
-    """Let the next reservation of staging fail for lack of memory."""
+    """Make the next reservation of staging memory fail."""
 
     def fail() -> None:
         raise MemoryError("no room to stage")
@@ -186,7 +186,7 @@ def fail_once_to_stage(agent: Agent) -> None:
 
 
 def before_next_call(owner: object, name: str, do: Callable[[], object]) -> None:
-    """Run ``do`` once, before the next call of the function ``name`` of a module, class or object."""
+    """Run ``do`` once, just before the next call to the function ``name`` of a module, class or object."""
     function = getattr(owner, name)
 
     def once(*arguments: Any) -> Any:
@@ -204,7 +204,7 @@ def facts(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
 
 
 def facts_so_far(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
-    """Return the largest difference of outputs, the layout's epoch and digest, the halt reason, and aborted plans."""
+    """Return the largest output difference, the layout's epoch and digest, the halt reason, and the aborted plans."""
     return {
         "worst": worst,
         "epoch": agent.installed.epoch,
@@ -216,7 +216,7 @@ def facts_so_far(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
 
 
 def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> None:
-    """Check that no output differed and no rank halted, and that all ranks serve one layout, of ``epoch`` if given."""
+    """Check that no output differed, no rank halted, and all ranks serve the same layout, at ``epoch`` if given."""
     assert max(fact["worst"] for fact in ranks) < 1e-5
     assert len({(fact["epoch"], fact["digest"]) for fact in ranks}) == 1
     assert [fact["halted"] for fact in ranks] == [None] * len(ranks)
@@ -224,7 +224,7 @@ def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> Non
 
 
 def reasons(agent: Agent) -> list[str]:
-    """Return the reasons of the plan statuses in the outbox, and empty it."""
+    """Empty the outbox and return the reasons in its plan statuses."""
     return [item.reason for item in waiting(agent) if isinstance(item, PlanStatus) and item.reason]
 
 
@@ -234,7 +234,7 @@ def waiting(agent: Agent) -> list[Any]:
 
 
 def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:
-    """Return a callback for ``drive`` that offers a plan, and again after the first one was aborted."""
+    """Return a callback for ``drive`` that offers a plan, and offers it again after the first attempt is aborted."""
     offered = 0
 
     def between(step: int) -> None:
@@ -254,9 +254,9 @@ def segment(first_step: int, steps: int) -> HeatReport:
 
 
 def offering(agent: Agent, plans: dict[int, dict[int, Int32]], pause: float = 0.002) -> Callable[[int], None]:
-    """Return a callback for ``drive`` that offers plans at these steps.
+    """Return a callback for ``drive`` that offers ``plans``, which are keyed by step.
 
-    Plans offered within one block of twenty steps have the same number.
+    Plans that are offered within the same block of twenty steps have the same number.
     """
 
     def between(step: int) -> None:

@@ -1,4 +1,4 @@
-"""Simulated device on a CPU: operations on its tensors are queued, and a thread runs them in order.
+"""Simulated device on the CPU: operations on its tensors are queued, and a thread runs them in order.
 
 ``install`` registers ``torch.device("queued")`` in the rank's process. Agents and adapters then take the same code
 paths as on an accelerator.
@@ -25,7 +25,7 @@ from worker_agent.adapters.vllm import host as vllm_host
 from worker_agent.swap import staging, table_check
 
 _SYNCHRONOUS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-"""Operators whose results the host reads, so it waits for the queue first."""
+"""Operators whose results the host reads, so that it must wait for the queue first."""
 
 
 class DeviceQueue:
@@ -41,7 +41,7 @@ class DeviceQueue:
         self._jobs.put(job)
 
     def mark(self) -> threading.Event:
-        """Return an event that is set when the device reaches the current end of the queue."""
+        """Return an event that is set when the device has run everything queued so far."""
         reached = threading.Event()
         self.put(reached.set)
         return reached
@@ -61,7 +61,7 @@ class DeviceQueue:
 
 
 class QueuedTensor(torch.Tensor):
-    """Tensor on the device; ``held`` is the CPU tensor that only queued jobs may access."""
+    """Tensor on the device. ``held`` is its CPU tensor, which only queued jobs may access."""
 
     held: torch.Tensor
     queue: DeviceQueue
@@ -118,7 +118,7 @@ class QueuedTensor(torch.Tensor):
 
 
 def _is_asynchronous_copy(args: Any, options: Any) -> bool:
-    """Return True if the host does not wait for a copy, because it is non-blocking or within the device."""
+    """Return True if a copy does not block the host, because it is non-blocking or within the device."""
     within = all(isinstance(tensor, QueuedTensor) for tensor in args[:2])
     return within or bool(options.get("non_blocking", args[2] if len(args) > 2 else False))
 
@@ -126,8 +126,8 @@ def _is_asynchronous_copy(args: Any, options: Any) -> bool:
 class Passes:
     """Forward passes of a model, run synchronously or queued on a device.
 
-    After the first pass at which no rank is ``going``, each rank runs ``max(ahead)`` more passes, so that all ranks run
-    the same number of passes.
+    After the first pass for which no rank is ``going``, each rank runs ``max(ahead)`` more passes, so that all ranks
+    run the same number.
 
     Parameters
     ----------
@@ -144,11 +144,17 @@ class Passes:
         self._last = None
 
     def live(self, layers: list[Any]) -> list[Any]:
-        """Return the layers for the agent; if passes are queued, they are device tensors over the same memory."""
+        """Return the layers for the agent.
+
+        If passes are queued, their tensors are device tensors over the same memory.
+        """
         return layers if self._device is None else [_layer_on_device(layer) for layer in layers]
 
     def run(self, forward: Callable[[], object], going: bool) -> bool:
-        """Run or queue a pass and wait for the one ``ahead`` passes before it; return True if another pass follows."""
+        """Run or queue a pass and wait for the one queued ``ahead`` passes earlier.
+
+        Return True if more passes follow.
+        """
         self._number += 1
         number = self._number
         any_going = torch.tensor(float(going))
@@ -169,7 +175,7 @@ class Passes:
         return self._last is None or number < self._last
 
     def end(self) -> None:
-        """Wait for all passes and allow further ones."""
+        """Wait for all passes, and allow new ones to be queued afterwards."""
         if self._device is not None:
             self._device.wait()
         self._last = None
@@ -185,7 +191,7 @@ def _layer_on_device(layer: Any) -> Any:
 
 
 class _Module(ModuleType):
-    """Module ``torch.queued``."""
+    """Stand-in for the module ``torch.queued``."""
 
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -208,7 +214,7 @@ _thread = threading.local()
 
 
 def _current_stream(*_: object) -> DeviceQueue:
-    """Return the calling thread's queue: the model's, unless the thread has entered another stream."""
+    """Return the calling thread's queue: the model's queue, unless the thread has entered another stream."""
     stream: DeviceQueue = getattr(_thread, "stream", QueuedTensor.queue)
     return stream
 

@@ -1,4 +1,4 @@
-"""The agent's calibration program times the expert kernel on a grid and rejects invalid tasks."""
+"""The agent's calibration program times the expert kernel over a grid of loads and rejects invalid tasks."""
 
 from __future__ import annotations
 

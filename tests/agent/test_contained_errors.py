@@ -1,4 +1,4 @@
-"""Errors at any line that a host's call runs stay within the agent: the model keeps serving and balancing recovers."""
+"""The agent contains an error at any line that a host's call runs: the model keeps serving and balancing recovers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker_agent.swap.transfer import ByteBudget
 
 
 class FailAt:
-    """Raise a ``MemoryError`` at the n-th line of the agent's code to be executed; n is ``number``."""
+    """Raise a ``MemoryError`` at the n-th executed line of agent code; n is ``number``."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -53,13 +53,13 @@ class FailAt:
 
 
 def _quick_votes() -> None:
-    """Let lost votes be re-formed within a few calls, with no growing backoff."""
+    """Make ranks re-form lost votes within a few calls, without exponential backoff."""
     reformation._INITIAL_BACKOFF_SECONDS = reformation._MAX_DELAY_SECONDS = 0.001
     reformation._INITIAL_MARGIN = 2
 
 
 def _failing_steps(steps: int, stride: int) -> dict[str, Any]:
-    """Fail on rank 1 at every third call, each time ``stride`` lines of ``step`` later than before."""
+    """Fail on rank 1 at every third call, each time ``stride`` lines later in ``step`` than the time before."""
     _quick_votes()
     agent, layers, still = live.start(1, vote_interval=1, vote_lag=1, vote_timeout_seconds=5)
     reached = []
@@ -133,7 +133,7 @@ def test_a_method_that_always_fails_does_not_stop_the_model(owner: Any, name: st
 
 
 def _steps_without(owner: Any, name: str) -> dict[str, Any]:
-    """Make every call of a host on a rank whose agent raises at each call of one method."""
+    """Make all of a host's calls on a rank whose agent raises an error each time one method is called."""
     live.SLOTS = live.EXPERTS
     agent, _, _ = live.start(1)
     reached = []

@@ -1,4 +1,4 @@
-"""An expert overwritten in memory is reported on its rank and on ranks with a replica, and is never copied."""
+"""An expert that is overwritten in memory is reported by its rank and by ranks with a replica, and is never copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker_agent.swap.rank_layout import restoring_plan
 
 
 def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Step the agent without the model's collectives until ``over`` returns True on this rank or time runs out."""
+    """Step the agent without the model's collectives until ``over`` returns True on this rank or the time is up."""
     end = time.monotonic() + seconds
     while not over() and time.monotonic() < end:
         layer.load_counter += 1
@@ -27,7 +27,7 @@ def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30
 
 
 def _damaged() -> dict[str, Any]:
-    """Change one value of a served expert of rank 1, then check it as the source of a move."""
+    """Change one value of an expert that rank 1 serves, then check it as the source of a move."""
     replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
     agent, (layer,), _ = live.start(1, vote_interval=1, vote_lag=1)
     replicas = agent._switch._replicas
@@ -52,7 +52,7 @@ def _damaged() -> dict[str, Any]:
         replicas.check_sources({0: np.array([move], dtype=np.int32)}, 1.0)
     except ValueError as error:
         reported["source"] = str(error)
-    # A host drains before it changes weights, so the new weights are accepted as correct.
+    # A host drains the agent before it changes weights, so the new weights are accepted as correct.
     replicas.forget()
     reported["forgotten"] = replicas.complaint
     reported["halted"] = agent.halted

@@ -1,4 +1,4 @@
-"""The forward clock: an agreed pass number holds for the current pass, regardless of missed or extra calls."""
+"""The forward clock: the agreed pass number applies to the current pass, regardless of missed or extra calls."""
 
 from __future__ import annotations
 

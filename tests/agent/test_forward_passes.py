@@ -1,4 +1,4 @@
-"""Layers switch at the model's forward passes rather than at the host's calls, so a missed call changes no output."""
+"""Layers switch at given forward passes and not after a number of host calls, so a missed call changes no output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 2
 
 
 def _switching(missed: int) -> dict[str, Any]:
-    """Switch layers continuously; rank 1 skips the call after the forward pass ``missed``."""
+    """Switch layers continuously while rank 1 skips the call after forward pass ``missed``."""
     agent, layers, still = live.start(2, commit_timeout_seconds=0.5)
     call = agent.step
     passes = itertools.count(1)
@@ -49,12 +49,12 @@ def _switching(missed: int) -> dict[str, Any]:
     "missed", [pytest.param(step, marks=[] if step == 43 else pytest.mark.slow) for step in range(40, 44)]
 )
 def test_a_boundary_missed_at_any_point_of_a_vote_changes_no_output(missed: int) -> None:
-    """At one of these boundaries, the peers are about to commit. They wait and do not commit."""
+    """At one of these boundaries, the peers are about to commit. They wait for the rank and then do not commit."""
     live.check_together(run_ranks(RANKS, _switching, missed))
 
 
 def _no_memory_to_decide() -> None:
-    """Let rank 1 run out of memory for the layout of a committed layer."""
+    """Make rank 1 run out of memory for a committed layer's layout."""
     agent, layers, still = live.start(2)
     offered = live.offering(agent, {1: {0: live.from_here(agent, 1)}}, pause=0.005)
 
@@ -137,7 +137,7 @@ def test_a_counter_that_stalls_or_restarts_is_reported(counted, complaint) -> No
 
 
 def test_the_step_timer_measures_single_steps_without_pauses() -> None:
-    """A lap is 0 (unknown) after a pause or over several steps, and at least 1 otherwise."""
+    """A lap is 0 (unknown) after a pause or if it spans several steps, and at least 1 otherwise."""
     micros = (0, 2_500, 3_000, 3_000.1, 4_000, 4_700, 60_000_000, 60_000_900)
     timer = StepTimer(iter([int(1000 * time_us) for time_us in micros]).__next__)
     laps = [*(timer.lap() for _ in range(4)), timer.lap(passes=2), timer.lap()]

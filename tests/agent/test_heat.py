@@ -50,7 +50,7 @@ def test_every_step_is_reported_once_and_in_order_for_any_report_length(cuts, se
 
 @pytest.mark.parametrize("correction_delay", [1, 3])
 def test_an_unnoticed_forward_pass_loses_heat_but_misattributes_none(correction_delay: int) -> None:
-    """The clock corrects its number some calls later. No row before that is reported under a wrong step."""
+    """The clock corrects its number a few calls later. No earlier row is reported under the wrong step."""
     layers = [CountingLayer(), CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=4)
     _run(layers, recorder, range(0, 6))
@@ -71,7 +71,7 @@ def test_an_unnoticed_forward_pass_loses_heat_but_misattributes_none(correction_
 
 
 def test_an_extra_and_a_missing_call_do_not_cancel_out() -> None:
-    """The counter ends at the right value, but one row has the counts of two passes and the next one has no counts."""
+    """The counter ends at the right value, but one row has the counts of two passes and the next row is empty."""
     layer = CountingLayer()
     recorder = HeatRecorder([layer], segment_steps=8)
     _run([layer], recorder, range(3))
@@ -104,7 +104,7 @@ def test_steps_that_cannot_be_copied_are_counted_as_lost(monkeypatch) -> None:
 def test_a_report_contains_only_counts_that_the_host_makes(
     reporting: Reporting, slots: bool, sources: bool
 ) -> None:
-    """Sums cover the steps of their report and are made only if slots are counted."""
+    """Sums cover their report's steps and are computed only if slots are counted."""
     layers = [CountingLayer(counts_source=sources) for _ in range(2)]
     for layer in layers if not slots else ():
         layer.moe_load = None
@@ -176,7 +176,10 @@ def test_reports_are_aligned_again_after_ranks_lengthen_them_at_different_steps(
 
 
 def test_known_tokens_and_step_times_are_reported() -> None:
-    """Tokens are reported only if the host gave them for every step; times that do not fit the field are 0."""
+    """Token counts are reported only if the host provided them for every step.
+
+    Times that do not fit in the field are 0.
+    """
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 3)
     for step, (tokens, micros) in enumerate([(5, 0), (6, 800), (7, 900), (9, 1 << 32), (None, -1), (2, 700)]):
@@ -190,7 +193,10 @@ def test_known_tokens_and_step_times_are_reported() -> None:
 @pytest.mark.parametrize("by_step", [False, True], ids=["layer-by-layer", "step-by-step"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_rings_in_one_tensor_give_the_same_reports_as_separate_rings(layers: int, by_step: bool) -> None:
-    """They are read by one operation. The counts are the same, also across the end of the rings, and are copies."""
+    """One operation reads all of them.
+
+    The counts are the same even if they wrap around the end of the rings, and are copies.
+    """
     rings_LWS = torch.zeros(layers, ROWS, SLOTS, dtype=torch.int32)
     if by_step:
         rings_LWS = torch.zeros(ROWS, layers, SLOTS, dtype=torch.int32).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Across many switches, the slots' loads add up to the ranks' source heat under the layout of each report's epochs."""
+"""Across many switches, the slots' loads match the ranks' source heat under the layout of each report's epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 112
 
 
 def _reports(width: int, summed: bool) -> tuple[list[HeatReport], dict[tuple[int, int], Any]]:
-    """Switch layers continuously; return the rank's heat reports and the placement of each epoch and layer."""
+    """Switch layers continuously; return the rank's heat reports and the placement of each layer at each epoch."""
     agent, layers, still = live.start(LAYERS, width, report_steps=4, vote_interval=2)
     agent._heat.adopt(4, Reporting(source_sums=summed))
     reports = list[HeatReport]()
@@ -47,7 +47,7 @@ def test_slot_loads_add_up_to_the_source_heat_of_each_expert(width: int, summed:
     for rank, (reports, _) in enumerate(ranks):
         for report in reports:
             blocks[report.first_step, report.steps, report.layer_epochs].append((rank, report))
-    # All ranks cut their reports at the same steps, and no report spans a switch.
+    # All ranks start and end their reports at the same steps, and no report spans a switch.
     assert {len(block) for block in blocks.values()} == {RANKS}
     assert len({epochs for _, _, epochs in blocks}) > 2
     for (_, _, epochs), block in blocks.items():

@@ -1,4 +1,4 @@
-"""The history checker: it accepts the histories of real ranks and detects every altered record."""
+"""The history checker accepts real ranks' histories and detects every altered record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(folder: Path) -> list[str]:
 
 
 def _changed(recorded: Path, folder: Path, kind: str, which: int, **facts: Any) -> list[str]:
-    """Return the violations after changing one line of rank 1, or deleting it if ``facts`` is empty."""
+    """Change one line of rank 1's history, or delete it if ``facts`` is empty, and return the violations found."""
     for path in recorded.glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         if lines[0]["rank"] == 1:

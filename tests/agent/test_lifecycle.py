@@ -1,4 +1,4 @@
-"""Ranks drain, close, and lose votes or links: all together, and never without a timeout."""
+"""Ranks drain, close, and lose votes or links together, and no wait is unbounded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
 
 
 def _leave_early(how: str, early_step: int) -> dict[str, Any]:
-    """Let rank 1 close or leave the votes at this step; a plan is in progress since step 1."""
+    """Make rank 1 close or leave the votes at this step, while a plan offered at step 1 is in progress."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.02)
 
@@ -77,7 +77,7 @@ def _leave_early(how: str, early_step: int) -> dict[str, Any]:
 
     began = time.monotonic()
     worst = live.drive(agent, layers, still, 40, between)
-    # The peers notice it at once instead of waiting for the vote timeout of 60 s.
+    # The peers notice at once, instead of waiting for the vote timeout of 60 s.
     assert time.monotonic() - began < 30
     return live.facts(agent, worst)
 
@@ -89,12 +89,12 @@ SLOWLY = [
 
 @pytest.mark.parametrize(("how", "step"), [("closes", 10), ("leaves", 11), *SLOWLY])
 def test_a_rank_that_leaves_during_a_commit_agrees_with_its_peers(how: str, step: int) -> None:
-    """The vote launched at step 8 commits the layer at step 11; the peers may already know that all are ready."""
+    """The vote launched at step 8 commits the layer at step 11. The peers may already know that all ranks are ready."""
     live.check_together(run_ranks(RANKS, _leave_early, how, step))
 
 
 def _all_close_one_after_the_other(order: list[int]) -> None:
-    """Close the ranks in this order during a vote that commits a layer; each process exits after its close."""
+    """Close the ranks in this order during a vote that commits a layer. Each process exits once its rank has closed."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=4)
     live.drive(agent, layers, still, 8 + 1, live.offering(agent, {0: {0: live.target()}}, pause=0.05))
     time.sleep(0.5 * order.index(agent.identity.rank))

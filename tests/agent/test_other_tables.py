@@ -1,4 +1,4 @@
-"""All ranks stop if a device table differs from the installed layout, even if a commit has overwritten it since."""
+"""All ranks stop if a device table differs from the installed layout, even if a later commit overwrites the table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CHANGED_AT = 6
 
 
 def _serve_a_corrupt_table(commits: bool) -> tuple[str, int]:
-    """Corrupt a table of rank 1 and optionally commit its layer; return this rank's fatal error and epoch."""
+    """Corrupt a table on rank 1, optionally commit its layer, and return this rank's fatal error and epoch."""
     table_check._ROUND_BOUNDARIES = 1_000_000 if commits else 2
     agent, layers, _ = live.start(1, vote_interval=1, vote_lag=1)
     try:
-        # Without the model's collectives, a rank that ends does not block the calls of its peers.
+        # Without the model's collectives, a rank that stops does not block its peers' calls.
         for step in range(4000):
             if step == CHANGED_AT and agent.identity.rank == 1:
                 layers[0].log2phy.copy_(layers[0].log2phy.roll(1, dims=0))

@@ -1,4 +1,7 @@
-"""Ranks that form a group start from the experts that they hold, and all learn which rank does not fit."""
+"""Ranks that form a group start from the experts that they hold.
+
+If a rank does not fit in, all ranks learn which one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from worker_agent.swap.group import RendezvousError
 
 
 def _form_second_group() -> dict[str, Any]:
-    """Form a second group after a switch; epochs restart and the group's number changes."""
+    """Form a second group after a switch. Epochs restart and the group number changes."""
     agent, layers, still = live.start(1)
     worst = live.drive(agent, layers, still, 40, live.offering(agent, {0: {0: live.target()}}), epoch=1)
     first_group = (agent.installed.epoch, agent.identity.group_id)
@@ -113,7 +116,7 @@ def test_a_rank_that_does_not_fit_is_reported_to_all(mismatch: str, message: str
 
 
 def _meets_another_release(rank: int) -> str:
-    """Return this rank's log lines if ``rank`` runs another release of the agent."""
+    """Return this rank's log lines when ``rank`` runs a different agent release."""
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("eplb.agent").addHandler(handler)
     if dist.get_rank() == rank:

@@ -1,4 +1,4 @@
-"""Ranks restore all experts to their initial slots together or not at all, and no output changes."""
+"""Either all ranks restore their experts to the initial slots or none does, and no output changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 2
 
 
 def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any], Placement]:
-    """Switch two layers twice, so that some experts return to their ranks in other slots."""
+    """Switch two layers twice, so that some experts return to their initial ranks in different slots."""
     agent, layers, still = live.start(LAYERS, dealing_width, **changes)
     first = agent.installed.placement
     for turn in (1, 2):
@@ -30,7 +30,7 @@ def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], li
 
 
 def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
-    """Return the number of experts that are on their initial rank but in another slot."""
+    """Return the number of experts that are on their initial rank but in a different slot."""
     rows = (placement.phy2log_LRS.reshape(-1, live.SLOTS) for placement in (first, agent.installed.placement))
     return sum(
         int((np.isin(old_S, new_S) & (old_S != new_S)).sum()) for old_S, new_S in zip(*rows, strict=True)

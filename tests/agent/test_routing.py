@@ -1,4 +1,4 @@
-"""Dealt tokens choose distinct experts, and their choices add up to the trace's counts."""
+"""Each token from the trace chooses distinct experts, and the choices add up to the trace's counts."""
 
 from __future__ import annotations
 

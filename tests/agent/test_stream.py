@@ -29,7 +29,7 @@ IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
 
 
 class FakeService(agent_pb2_grpc.AgentServiceServicer):
-    """Service that welcomes every agent, records its messages (``heard``) and sends those of ``to_say``."""
+    """Service that welcomes every agent, records its messages in ``heard``, and sends the messages in ``to_say``."""
 
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[agent_pb2.ConnectRequest] = queue.SimpleQueue()
@@ -125,13 +125,13 @@ def test_reporting_options_apply_until_the_next_service_changes_them() -> None:
         reporting = agent_pb2.Reporting(source_sums=True, one_in=4, report_steps=64)
         scene.service.to_say.put(agent_pb2.ConnectResponse(reporting=reporting))
         scene.wait_for_reporting(Reporting(source_sums=True, one_in=4, report_steps=64))
-        # The next service is of a release that sends no reporting options.
+        # The next service runs a release that sends no reporting options.
         scene.service.to_say.put(None)
         scene.wait_for_reporting(EVERYTHING)
 
 
 def test_a_flood_of_heat_does_not_suppress_heartbeats() -> None:
-    """A busy rank that has halted must not look healthy."""
+    """A rank that reports a lot of heat must not look healthy after it has halted."""
     with Scene() as scene:
         scene.hear("hello")
         stop = threading.Event()
@@ -190,7 +190,7 @@ def test_a_call_off_is_queued_after_its_plan() -> None:
 def test_a_plan_that_does_not_fit_this_rank_is_rejected(
     turn, token_groups, plan_groups, bound, message
 ) -> None:
-    """Its moves do not match the layout, its tables differ within a token group, or it moves bound experts."""
+    """The plan's moves do not match the layout, its tables differ within a token group, or it moves bound experts."""
     identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=bound))
     with pytest.raises(WireError, match=message):
         check_plan(encode(plan_of(turn, token_groups=plan_groups)), identity, INSTALLED)
@@ -209,7 +209,7 @@ class RejectingService(FakeService):
 def test_the_reason_for_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
-    # A large Hello is still being sent when the rejection arrives.
+    # The rank is still sending its large Hello when the rejection arrives.
     large = replace(IDENTITY, group_id="x" * 200_000)
     reasons = list[str]()
     monkeypatch.setattr(
@@ -229,7 +229,7 @@ def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, 
     ]
     assert logged == [0, 60, 180, 200, 420]
     assert [outages.logs_return(now) for now in (700, 700)] == [True, False]
-    # A service that keeps returning and failing does not start a new outage each time.
+    # If the service keeps coming back and failing, it is all one outage.
     assert [now for now in range(701, 1000) if outages.logs(now, "refused")] == [760, 820, 940]
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     with caplog.at_level("INFO", logger="eplb.agent"), Scene(RejectingService()) as scene:
@@ -272,7 +272,7 @@ def test_a_full_outbox_drops_the_oldest_heat_and_counts_its_steps() -> None:
     assert outbox.dropped_steps == 4
     assert outbox.take(timeout=0) is segments[1]
     outbox.restore(segments[1])
-    # Heat that is no longer requested is removed without counting as dropped.
+    # Heat that is no longer requested is removed but not counted as dropped.
     outbox.thin(lambda report: report.first_step != 4)
     assert [outbox.take(timeout=0) for _ in range(2)] == [segments[2], None]
     assert outbox.dropped_steps == 4
@@ -291,7 +291,7 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
     [
         ([SILENCE] * 6, [True] * 6),
         ([HEAT] * 12, ONE_IN_FIVE),
-        # Reports that are rarer than the interval also count as heat.
+        # Heat counts even if its reports are less frequent than the interval.
         ([SILENCE, HEAT] * 6, ONE_IN_FIVE),
         # Changes are sent at once, including recovery from an error.
         (

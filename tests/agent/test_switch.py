@@ -1,4 +1,4 @@
-"""Real ranks switch layers while they serve: all at the same step or not at all, without changing any output."""
+"""Real ranks switch layers while they serve: all ranks at the same step or none, without changing any output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
             assert fact["placement"][layer] == target
             tables_RE = default_log2phy(np.array(target, dtype=np.int32), live.EXPERTS, dealing_width)
             assert fact["tables"][layer] == tables_RE[rank].tolist()
-        # Layers that define ``install_placement`` are notified of the new placement.
+        # Layers that define ``install_placement`` have been notified of the new placement.
         assert fact["noted"] == fact["targets"]
     assert sum(fact["stats"].experts_received for fact in facts) > 0
     assert any(any(fact["changed_tables"]) for fact in facts)
@@ -88,7 +88,7 @@ def _switch_a_deep_model(layer_count: int) -> dict[str, Any]:
 
 
 def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
-    """Each layer brings two experts to a rank, so staging for four layers' slots holds ten layers."""
+    """Each layer moves two experts to a rank, so a staging buffer for all slots of four layers holds ten layers."""
     layers = 24
     facts = run_ranks(RANKS, _switch_a_deep_model, layers)
     live.check_together(facts, epoch=layers)
@@ -103,7 +103,7 @@ def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
 
 
 def _called_off(when: str) -> dict[str, Any]:
-    """Offer a plan of three layers and deliver a call-off of it, or of an unknown plan, to rank 1 only."""
+    """Offer a plan of three layers, then call off that plan, or an unknown one, on rank 1 only."""
     # Staging has no room for two layers, so they are switched one after the other.
     agent, layers, still = live.start(3, vote_interval=2, staging_mib=0)
     called_at: list[int] = []
@@ -182,7 +182,7 @@ def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_succeeds(
 
 
 def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
-    """Let the heat recorder of rank 1 fail at ``times`` steps during a plan."""
+    """Make rank 1's heat recorder fail at ``times`` steps during a plan."""
     reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1)
     record = agent._heat.step_done
@@ -214,5 +214,5 @@ def test_an_agent_error_pauses_balancing_but_not_the_model(times) -> None:
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
     assert "MemoryError: no memory to count" in facts[1]["errors"]
-    # A peer learns of the failure in a vote or between two votes; the message depends on which.
+    # A peer learns of the failure either during a vote or between two votes, and its message differs accordingly.
     assert any(reason in facts[0]["errors"] for reason in ("has no outcome", "has left the vote link"))

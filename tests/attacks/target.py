@@ -1,4 +1,4 @@
-"""A real `eplb serve` process under attack, with honest ranks, its memory use and its log."""
+"""A real `eplb serve` process to attack, with access to its memory use and log, and honest ranks to connect to it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Target:
 
     @property
     def health_address(self) -> str:
-        """Address that only serves health checks."""
+        """Address of the health-check port."""
         return self.service._flags[self.service._flags.index("--health") + 1]
 
     @property
     def stub(self) -> Any:
-        """Stub for operator calls."""
+        """Stub for operator RPCs."""
         return operator_pb2_grpc.OperatorServiceStub(self.channel)
 
     @property
@@ -76,11 +76,14 @@ class Target:
         return self.service.log.read_bytes().count(b"\n")
 
     def rank(self, number: int = 0, token: str = "") -> FakeRank:
-        """Return a rank whose stream has not sent anything yet."""
+        """Return a rank that has not sent anything on its stream yet."""
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
     async def status_of_silent_stream(self, token: str = "") -> grpc.StatusCode:
-        """Return the status with which a stream that sends nothing is rejected. A read on it would wait forever."""
+        """Return the status with which a stream that sends nothing is rejected.
+
+        Tests must not read from such a stream, because a read would block forever.
+        """
         code, _ = await self.rank(token=token).refusal()
         return code
 
@@ -93,9 +96,9 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def honest(self, **changes: Any) -> AsyncIterator[FakeGroup]:
-        """Run a group of honest ranks, and check afterwards that its heat still arrives."""
+        """Run a group of honest ranks; on exit, check that its heat still arrives."""
         async with FakeGroup(self.service.address) as group:
-            # Use a separate group id, so that steps counted by earlier groups do not belong to this one.
+            # Use a new group id, so that this group's step numbers do not continue those of earlier groups.
             await group.join(**{"group_id": f"honest-{next(_FORMINGS)}", **changes})
             yield group
             name = changes.get("deployment", "decode")
@@ -109,14 +112,14 @@ class Target:
             raise AssertionError("heat from honest ranks no longer arrives")
 
     async def status(self, name: str = "decode", token: str = "") -> operator_pb2.DeploymentStatus:
-        """Return the status that operators see."""
+        """Return the deployment's status as an operator sees it."""
         request = operator_pb2.GetStatusRequest(deployment=name)
         answer = await self.stub.GetStatus(request, metadata=bearer(token) if token else None, timeout=30)
         status: operator_pb2.DeploymentStatus = answer.status
         return status
 
     async def code_of(self, call: str, request: Any, metadata: Any = None) -> grpc.StatusCode:
-        """Return the status code of an operator's call."""
+        """Return the status code of an operator RPC."""
         try:
             await getattr(self.stub, call)(request, metadata=metadata, timeout=30)
         except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Tests that every attempt on a real service is rejected or bounded. ``make attack`` prints the table."""
+"""Tests that every attack on a real service is rejected or has a bounded cost. ``make attack`` prints the table."""
 
 from __future__ import annotations
 

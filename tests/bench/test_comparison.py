@@ -1,4 +1,4 @@
-"""``eplb bench`` compares the policies' figures and reports each excluded policy with the reason."""
+"""``eplb bench`` compares the policies' figures and lists each excluded policy with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cli.published import checked_document
 
 @dataclass
 class StubContest:
-    """Stub contest in which each policy shifts all experts to the next rank, except that ``lazy`` fails."""
+    """Stub contest in which every policy except ``lazy``, which fails, shifts all experts to the next rank."""
 
     calls: int = 0
     failures: tuple[object, ...] = ()

@@ -1,4 +1,4 @@
-"""Peers are fetched completely or not at all, and a failing peer only loses its own figures."""
+"""Peers are downloaded completely or not at all, and a failing peer affects only its own figures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Silent(SimpleHTTPRequestHandler):
 
 
 class Stays:
-    """A policy that counts its decisions."""
+    """A policy that never changes the placement and counts its decisions."""
 
     def __init__(self) -> None:
         self.decision_count = 0
@@ -74,7 +74,7 @@ def scene() -> Scene:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """Serve a folder as a package index; yield the folder and its address."""
+    """Serve a directory as a package index; yield the directory and the index's URL."""
     monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
     served = tmp_path / "index" / "maker"
     served.mkdir(parents=True)
@@ -225,7 +225,7 @@ def test_policies_that_fail_the_warm_up_are_reported(contest: Contest, scene: Sc
 
 
 class Fails:
-    """Stub of a policy's process that returns the reason for its failure."""
+    """Stub for a policy's process that fails and returns the reason."""
 
     def ask(self, *question: object) -> str:
         return "no room"

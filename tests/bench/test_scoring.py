@@ -1,4 +1,4 @@
-"""The benchmark's scores match slow twins, even if a peer places an expert twice on a rank."""
+"""The benchmark's scores match slow reference implementations, even if a peer places an expert twice on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.solver.slow.stepwise import optimum
 
 
 def random_placement(generator, layers, experts, ranks, slots):
-    """Draw a placement of every expert; some experts are twice on a rank."""
+    """Draw a placement that contains every expert; some experts appear twice on a rank."""
     rows = []
     for _ in range(layers):
         redundant = generator.integers(0, experts, ranks * slots - experts)
@@ -56,7 +56,7 @@ def test_ratios_match_the_slow_twins(seed: int) -> None:
     generator = np.random.default_rng(seed)
     placed_LRS = random_placement(generator, 2, 7, 4, 3)
     tables_RLE = rule_tables(placed_LRS, 7)
-    # Tokens are split at random, so the ratios are compared in the mean over many steps.
+    # Tokens are split at random, so compare the ratios averaged over many steps.
     heat_TLE = generator.integers(0, 8, (500, 2, 7))
     heat_TLE[1] = 0
     mix_RLE = generator.random((4, 2, 7))

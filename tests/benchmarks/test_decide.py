@@ -1,4 +1,4 @@
-"""Tests of ``make bench-decide``: peers that decide as often as our policy, and heat that no constant was tuned on."""
+"""Tests of ``make bench-decide``: peers that decide at our policy's interval, and heat that was not used for tuning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_peers_that_decide_at_our_interval_get_full_windows() -> None:
     assert len(contest.seen) == 4
     for number, seen_TLE in enumerate(contest.seen):
         np.testing.assert_array_equal(seen_TLE, heat_TLE[4 * number : 4 * number + 8])
-    # Decisions in the first served window do not count, as for our policy.
+    # Decisions in the first served window are not counted; the same holds for our policy.
     assert (row.policy, row.decisions, row.moves_per_window) == ("peer, as often as ours, at once", 2, 2 * 4)
     (by_window,) = peer_rows(scenario, contest)  # type: ignore[arg-type]
     assert (by_window.policy, by_window.decisions, by_window.moves_per_window) == ("peer, at once", 1, 4)

@@ -36,7 +36,7 @@ def test_holds_of_the_event_loop_are_measured_in_cpu_time_and_named() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(_burn)
-        # Waiting does not count as blocking, whatever else the machine does.
+        # Sleeping does not count as blocking, regardless of other load on the machine.
         loop.call_soon(time.sleep, 10 * LONG_SECONDS)
         await asyncio.sleep(0.1)
 
@@ -47,7 +47,7 @@ def test_holds_of_the_event_loop_are_measured_in_cpu_time_and_named() -> None:
 
 
 def test_a_processor_that_is_not_scheduled_does_not_count_as_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock jumps while the thread does nothing, as on Linux when a virtual processor is not scheduled."""
+    """The clock jumps while the thread is idle, as on Linux when the hypervisor does not schedule a virtual CPU."""
     jumped = 0.0
     thread_time = time.thread_time
     monkeypatch.setattr(time, "thread_time", lambda: thread_time() + jumped)
@@ -88,7 +88,7 @@ def measured(**found: Any) -> Measured:
 
 
 def verdicts_of(found: Measured) -> dict[str, bool]:
-    """Return whether each target was met, keyed by the beginning of its name."""
+    """Return whether each target was met, keyed by the first part of the target's name."""
     return {" ".join(one.what.partition(": ")[2].split()[:3]): one.met for one in verdicts([found])}
 
 
@@ -106,13 +106,13 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows by"}),
         ({"plan_ms": None}, {"the first plan"}),
         ({"plan_ms": (1.0, 9.0, 5001.0)}, {"the first plan"}),
-        # Steps of one report may still be in transit.
+        # The steps of one report may still be in transit.
         ({"seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 80.0}, set()),
         (
             {"ranks": 64, "seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 1280.0},
             {"steps are assembled"},
         ),
-        # A short run does not measure rate and memory, but reports losses.
+        # A short run does not judge rates and memory, but still reports losses.
         (
             {"seconds": 10.0, "steps_per_second": 13.0, "reports_per_second": 80.0, "lost_steps": 3},
             {"no step is"},

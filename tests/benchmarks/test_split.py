@@ -1,4 +1,4 @@
-"""Tests that the benchmark of tables sends every token to the slot that its source's table names."""
+"""Tests that the routing-table benchmark sends every token to the slot given by its source rank's table."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_table_is_scored_on_the_following_windows() -> None:
 
 
 def test_every_recorded_choice_belongs_to_the_rank_of_its_request(tmp_path: Path) -> None:
-    # Requests of 2, 3, 1 and 2 tokens, two at a time. The third request replaces the first, and so on.
+    # Requests of 2, 3, 1 and 2 tokens, two at a time. The third request starts when the first one ends, and so on.
     bounds = np.array([0, 2, 5, 6, 8])
     ranks = 2
     experts = 4

@@ -1,4 +1,4 @@
-"""Tests that heat depends on its seed, and that targets are judged by the worst seed and by the printed figures."""
+"""Tests that heat depends on the seed, and that targets are judged on the worst seed and on the figures as printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cell(policy: str, seed: int, in_sample: float, next_window: float, kind: str
 
 
 def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
-    """Return a policy with these results and a full re-solve that realises 1.5 with 1,000 moves."""
+    """Return rows for a policy with these results and for a full re-solve that realises 1.5 with 1,000 moves."""
     found = []
     for policy, par, moved in ((label, realised, moves), (FULL.label, 1.5, 1000)):
         row = {
@@ -50,7 +50,7 @@ def keeping(changed: int) -> list[dict[str, Any]]:
 
 
 def few_slots(*next_windows: float) -> list[dict[str, Any]]:
-    """Return one row per seed for our policy, and two rows without annealing that realise 1.5."""
+    """Return one row per seed for our policy, and two rows that realise 1.5 without annealing."""
     ours = [cell(OURS_EVEN, seed, 1.4, par) for seed, par in enumerate(next_windows)]
     return [*ours, cell(UNANNEALED, 0, 1.45, 1.5), cell(UNANNEALED, 1, 1.45, 1.5)]
 
@@ -109,5 +109,5 @@ def test_heat_depends_on_its_seed_and_every_step_has_all_tokens(kind: str) -> No
     np.testing.assert_array_equal(heat_TLE, same_TLE)
     assert (heat_TLE != other_TLE).any()
     assert (heat_TLE.sum(axis=2) == 4000).all()
-    # The expert's share is bounded, and the drawn shares scatter around it.
+    # The expert's expected share is bounded, and the sampled shares scatter around it.
     assert heat_TLE.max() < 1000 * 1.2

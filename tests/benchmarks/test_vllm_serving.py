@@ -1,4 +1,4 @@
-"""Tests that ``make demo-vllm`` sends one drifting load, records each token, and reports the limits of its results."""
+"""Tests that ``make demo-vllm`` sends one drifting load to both servers, times tokens and reports confidence limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _event(token: int, place: int) -> bytes:
 
 
 class _OpenAI(BaseHTTPRequestHandler):
-    """A server that answers with the bytes of the prompt, or as the prompt requests."""
+    """A server that echoes the prompt's bytes, or behaves as the prompt requests."""
 
     asked: list[dict[str, object]]
 
@@ -190,7 +190,7 @@ def test_an_unsuccessful_run_has_a_complaint_with_the_reason(
 
 
 def test_intervals_come_from_a_bootstrap_over_rounds() -> None:
-    """The machine is ten times as slow in one of three rounds.
+    """The machine is ten times slower in one of the three rounds.
 
     The balanced server takes twice as long in every round.
     """

@@ -1,4 +1,4 @@
-"""Helpers that run commands, check rejected ones and render tables."""
+"""Helpers that run commands, check rejections and render tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def eplb(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that is rejected and return its error line, the only output."""
+    """Run a command that must be rejected and return its error line, which must be the only output."""
     code, out, err = eplb(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("eplb: error: ")
@@ -26,7 +26,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def drawn(shown: RenderableType, width: int = 80) -> list[str]:
-    """Return the rendered lines on a terminal of ``width`` columns."""
+    """Return the lines as rendered on a terminal that is ``width`` columns wide."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(shown)
     assert isinstance(console.file, io.StringIO)

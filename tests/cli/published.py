@@ -82,13 +82,13 @@ KEYS: dict[str, dict[str, str]] = {
     "lead": {"": "deployment leader_term raised"},
     "forget": {"": "deployment forgotten"},
 }
-"""Keys of each command's objects by their path in the document. ``*`` is any name, ``?`` lists optional keys."""
+"""Keys of the objects in each command's document, by path. ``*`` stands for any name, and ``?`` lists optional keys."""
 OF_SERVICE = ("deployments", "status", "history", "rebalance")
-"""Commands whose service response is printed field by field (``wire/document.py``)."""
+"""Commands that print the service's response field by field (``wire/document.py``)."""
 
 
 def checked_document(command: str, printed: str) -> Any:
-    """Return the document that a command printed, after checking its keys against ``KEYS``."""
+    """Parse the document that a command printed, check its keys against ``KEYS``, and return it."""
     document = json.loads(printed)
     keys_by_path = dict(KEYS[command]) if command not in OF_SERVICE else {}
     optional = set(keys_by_path.pop("?", "").split())
@@ -99,7 +99,7 @@ def checked_document(command: str, printed: str) -> Any:
 
 
 def _objects(value: Any, path: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects at a path of a document; a ``null`` on the path yields nothing."""
+    """Yield the objects at a path in a document. A ``null`` on the path yields nothing."""
     if isinstance(value, list):
         for item in value:
             yield from _objects(item, path)

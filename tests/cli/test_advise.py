@@ -51,7 +51,7 @@ def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, caps
 
 
 def test_the_first_line_says_if_balancing_pays(trace, capsys):
-    # With this many tokens, an H100 is bound by compute and not by reading weights.
+    # With this many tokens, an H100 is compute-bound rather than bound by weight reads.
     np.savez(trace, heat=synthetic_heat("static", 120, 2, 16, tokens=1 << 17, top_k=2, seed=1))
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")
     code, out, _ = eplb(capsys, *arguments, "--model", "deepseek-v3", "--gpu", "h100", "--step-ms", 30)

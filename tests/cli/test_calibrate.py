@@ -1,4 +1,4 @@
-"""Tests of ``eplb calibrate``: curves from this machine's kernel or a table, and rejection of a poor fit."""
+"""Tests of ``eplb calibrate``: curves fitted to this machine's kernel or to a table, and rejection of a poor fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of connection errors: no service listens, one side has no TLS, or a certificate is not trusted."""
+"""Tests of connection errors: no service is listening, one side does not use TLS, or a certificate is not trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the help texts: complete at 80 columns, brackets unchanged, and examples that parse."""
+"""Tests of the help: complete at 80 columns, with brackets unchanged and with examples that parse."""
 
 import shlex
 
@@ -32,7 +32,7 @@ def help_of(capsys, name):
 
 
 def text_of(value):
-    """Remove white space, because lines are also broken at hyphens."""
+    """Remove whitespace, because lines may also be broken at hyphens."""
     return "".join(value.split())
 
 

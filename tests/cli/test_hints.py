@@ -1,4 +1,4 @@
-"""Tests of hints: impossible settings are rejected, and probable mistakes get a hint on stderr."""
+"""Tests of hints: impossible settings are rejected, and likely mistakes produce a hint on stderr."""
 
 import socket
 
@@ -49,7 +49,7 @@ def test_heat_that_no_decision_uses_gets_a_hint(capsys):
 
 @pytest.fixture
 def wide(tmp_path):
-    """Write a trace of 64 steps in which all 8 experts get tokens."""
+    """Write a trace of 64 steps in which all 8 experts receive tokens."""
     path = tmp_path / "heat.npz"
     np.savez(path, heat=synthetic_heat("static", 64, 1, 8, tokens=256, top_k=2, seed=3))
     return path

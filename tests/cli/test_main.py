@@ -1,4 +1,4 @@
-"""Tests of ``eplb`` itself: quick start-up, help, and one error line with exit code 2 for a user's mistake."""
+"""Tests of ``eplb`` itself: quick startup, help, and a one-line error with exit code 2 for a user's mistake."""
 
 import subprocess
 import sys

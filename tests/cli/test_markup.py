@@ -1,4 +1,4 @@
-"""Tests of text from the wire: every command prints it literally and never parses it as markup."""
+"""Tests of text received from the service: every command prints it literally and never parses it as markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 4000
 
 
 def poison(message: Message) -> int:
-    """Replace every string of a message and its nested messages with ``HOSTILE``; return the number of strings."""
+    """Replace every string in a message and its nested messages with ``HOSTILE``; return the number of strings."""
     count = 0
     for field, value in message.ListFields():
         repeated = hasattr(value, "append") or (

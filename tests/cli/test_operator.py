@@ -1,4 +1,4 @@
-"""Tests of ``eplb status`` and ``eplb placement``: complete output at 80 columns for any deployment size."""
+"""Tests of ``eplb status`` and ``eplb placement``: the output is complete at 80 columns for any deployment size."""
 
 from __future__ import annotations
 

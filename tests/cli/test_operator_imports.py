@@ -1,4 +1,4 @@
-"""Operator commands start quickly: they import neither the solver nor its compiler."""
+"""Operator commands start quickly because they import neither the solver nor its compiler."""
 
 from __future__ import annotations
 

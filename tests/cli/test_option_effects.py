@@ -1,4 +1,4 @@
-"""Every option of the planner changes the results of every command that offers it."""
+"""Every planner option changes the results of every command that offers it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...]]] = {
     "seed": ("1", ()),
     "budget_ms": ("0.000001", ()),
 }
-"""A value that is not the default, and the options that it needs to have an effect."""
+"""For each option, a value other than the default, and the options that it needs to have an effect."""
 WITHOUT_EFFECT = {"threads": "results do not depend on the number of threads"}
 ECHOES = {
     "assumptions",
@@ -54,7 +54,7 @@ ECHOES = {
     "solve_ms_mean",
     "solve_ms_max",
 }
-"""Keys of the output that repeat options, or that depend on the machine."""
+"""Output keys that repeat options or depend on the machine."""
 
 
 def options_of(command: str) -> list[str]:
@@ -64,7 +64,7 @@ def options_of(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Run a command on a small trace and return its JSON output without ``ECHOES``."""
+    """Yield a function that runs a command on a small trace and returns its JSON output without ``ECHOES``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("effects"))
         for module in (advise, replay, solve, sweep):

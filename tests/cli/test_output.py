@@ -1,4 +1,4 @@
-"""Tests of the output: numpy values become JSON values, NaN becomes null, and figures have no exponents."""
+"""Tests of output: numpy values become JSON values, NaN becomes null, and figures are printed without exponents."""
 
 import json
 

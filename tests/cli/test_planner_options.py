@@ -1,4 +1,4 @@
-"""Every setting of the planner is an option of every command that decides, declared once and with the same default."""
+"""Every planner setting is declared once and is an option, with the same default, of every command that decides."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ABSENT = {
     "sweep": {"policy", *SERVE_ONLY},
     "serve": set(),
 }
-"""Settings that a command declares itself, or that do not affect it."""
+"""Settings that a command declares itself or that do not affect it."""
 
 
 @pytest.mark.parametrize("command", ABSENT)
@@ -49,7 +49,7 @@ def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
     ],
 )
 def test_help_works_without_docstrings(arguments, shown):
-    """``python -OO`` strips them."""
+    """``python -OO`` strips docstrings."""
     command = [sys.executable, "-OO", "-m", "eplb_service.cli.main", *arguments.split()]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

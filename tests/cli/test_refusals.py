@@ -1,4 +1,4 @@
-"""Tests of invalid arguments: one error line before any work begins, and no file is written."""
+"""Tests of invalid arguments: they produce a one-line error before any work begins, and no file is written."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def trace(tmp_path):
 
 
 def drawn_par(counts_TLE, placement, tables, source_RLE, options):
-    """Return the PAR of whole tokens routed by the tables, as a mean over 50 draws of the steps, float64 ``[L]``."""
+    """Return the PAR of whole tokens routed by the tables, averaged over 50 draws of the steps, float64 ``[L]``."""
     split = "deal" if "deal" in options else "tables"
     draws = [
         par(split_loads(counts_TLE, placement, tables, source_RLE, split, draw * len(counts_TLE)))
@@ -108,7 +108,7 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     arguments = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
     code, printed, _ = solve(capsys, *arguments)
     assert code == 0
-    # The expected splits have 200 and 196.67 tokens on the hottest rank. Whole tokens scatter around them: 400 draws
+    # The expected splits put 200 and 196.67 tokens on the hottest rank. Whole tokens scatter around them: 400 draws
     # have means of 213.8 and 208.1, with a standard error of 0.2 %.
     hottest = float(re.search(r"all 1 .* (\d+\.\d+) +10\.0", printed)[1])
     assert hottest == pytest.approx(213.8, rel=0.006)

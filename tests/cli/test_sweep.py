@@ -1,4 +1,4 @@
-"""Tests of ``eplb sweep``: every trace under every setting, and errors before the first run."""
+"""Tests of ``eplb sweep``: every trace is run with every setting, and errors occur before the first run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_json_and_file_have_the_published_keys(capsys: pytest.CaptureFixture[str
     chosen = [tuple(row["settings"].values()) for row in rows[:16:4]]
     assert chosen == [("auto", 1), ("auto", 2), (0.5, 1), (0.5, 2)]
     assert {(row["slots"], row["interval"]) for row in rows} == {(5, 16), (5, 32), (6, 16), (6, 32)}
-    # Results are comparable only over the same steps.
+    # Results are only comparable over the same steps.
     assert {row["start"] for row in rows} == {32}
 
 

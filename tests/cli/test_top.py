@@ -1,4 +1,4 @@
-"""Tests of ``eplb top``: it fits the terminal and shows the service's figures."""
+"""Tests of ``eplb top``: it fits in the terminal and shows the service's figures."""
 
 from __future__ import annotations
 

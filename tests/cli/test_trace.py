@@ -1,4 +1,4 @@
-"""Tests of ``eplb trace``: facts, statistics, conversion, slices, synthetic traces, and errors on one line."""
+"""Tests of ``eplb trace``: facts, statistics, conversion, slices, synthetic traces, and one-line errors."""
 
 import json
 

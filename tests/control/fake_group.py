@@ -1,4 +1,4 @@
-"""Fake ranks that speak the agents' side of the stream and carry out every plan at once."""
+"""Fake ranks that implement the agents' side of the stream and carry out every plan at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hello_of(live: DeployedLayout, rank: int, **changes: Any) -> agent_pb2.Hello
 
 
 def heat_report(live: DeployedLayout, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
-    """Return the report of ``rank`` when every rank sends ``heat_TLE`` and dispatches it by its own tables."""
+    """Return the report of ``rank`` when every rank sends ``heat_TLE`` and dispatches it with its own tables."""
     _, ranks, slots = live.placement.phy2log_LRS.shape
     steps, layers, _ = heat_TLE.shape
     slot_TLP = np.zeros((steps, layers, ranks * slots), dtype=np.int64)
@@ -103,10 +103,10 @@ class FakeRank:
                     await self.call.write(part)
 
     async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
-        """Return the next message, skipping reporting requests, which are kept in ``reporting_requests``.
+        """Return the next message. Reporting requests are skipped and kept in ``reporting_requests``.
 
-        Call-offs are skipped as well unless ``calls`` is true. These ranks carry out a plan at once, so a call-off
-        always arrives too late.
+        Call-offs are also skipped unless ``calls`` is true. These ranks carry out a plan at once, so a call-off always
+        arrives too late.
         """
         skipped_kinds = {"reporting"} if calls else {"reporting", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)
@@ -123,7 +123,7 @@ class FakeRank:
         return (await self.hear()).welcome
 
     async def refusal(self) -> tuple[grpc.StatusCode, str]:
-        """Return the code and the details of the status with which the service ends the stream."""
+        """Return the code and details of the status with which the service ends the stream."""
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await asyncio.wait_for(self.call.read(), 60) != grpc.aio.EOF:
                 pass
@@ -153,7 +153,7 @@ async def refusal_of(
 
 
 class FakeGroup:
-    """All ranks of a group, which always report the same steps."""
+    """All ranks in a group. They always report the same steps."""
 
     def __init__(self, address: str, live: DeployedLayout | None = None, *, by_slot: bool = True) -> None:
         self.live = live or live_of(first_placement())
@@ -196,7 +196,7 @@ class FakeGroup:
             await self.send_heat(skewed_heat(8))
 
     async def hear_plan(self) -> list[RankPlan]:
-        """Receive every rank's plan and check it as an agent does."""
+        """Receive every rank's plan and check it as an agent would."""
         shape = self.live.placement
         plans = []
         for rank in self.ranks:
@@ -225,7 +225,7 @@ class FakeGroup:
             )
 
     async def carry_out(self, plans: list[RankPlan]) -> None:
-        """Commit every layer and report each commit from all ranks."""
+        """Commit all layers, and report each commit from every rank."""
         first = plans[0]
         await self.say_all(first.plan_id, first.layers[0].layer, agent_pb2.PLAN_STATE_ACCEPTED)
         for index, layer in enumerate(first.layers):

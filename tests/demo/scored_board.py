@@ -1,4 +1,4 @@
-"""A scoreboard of a short demo with known loads."""
+"""A scoreboard for a short demo with known loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from eplb_lab.demo.scoreboard import Scoreboard
 RANKS = 2
 LAYERS = 1
 STEPS = 4
-# Rank 0 receives all tokens until the layer switches after step 1. Then both ranks receive half, at twice the pace.
+# Rank 0 receives all tokens until the layer switches after step 1. After that, each rank receives half of the tokens
+# and steps take half as long.
 LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
 STILL = [[40, 0]] * STEPS
 

@@ -1,4 +1,4 @@
-"""Tests that the emulated device follows the shipped cost curve and the rank does not sleep for longer."""
+"""Tests that the emulated device follows the shipped cost curve and that the rank sleeps no longer than that."""
 
 from __future__ import annotations
 

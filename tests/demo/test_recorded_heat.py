@@ -1,4 +1,4 @@
-"""Tests that the embedded model's recorded heat is complete, and shifts only when the domain does."""
+"""Tests that the embedded model's recorded heat is complete, and shifts only when the domain changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = 4
 REQUESTS = 32
 TOP_K = 4
 REQUEST_STEPS = 96
-"""After this number of steps in a phase, all requests of the previous phase have ended."""
+"""Number of steps after the start of a phase until all requests from the previous phase have ended."""
 
 Recording = dict[str, npt.NDArray[np.generic]]
 
@@ -45,7 +45,7 @@ def test_heat_differs_more_between_domains_than_within_one(recording: Recording)
     shares_2PLE = np.array(halves).swapaxes(0, 1) / np.array(halves).sum(axis=3, keepdims=True).swapaxes(0, 1)
 
     def moved(one_LE: npt.NDArray[np.float64], other_LE: npt.NDArray[np.float64]) -> float:
-        """Return the fraction of the choices that moved to other experts."""
+        """Return the fraction of router choices that moved to different experts."""
         return float(0.5 * np.abs(one_LE - other_LE).sum(axis=1).mean())
 
     early_PLE, late_PLE = shares_2PLE

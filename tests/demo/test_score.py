@@ -1,4 +1,4 @@
-"""Tests that the demo's score equals the ranks' reports over the same steps for both sets of layers."""
+"""Tests that the demo's score matches the ranks' reports, over the same steps for both sets of layers."""
 
 from __future__ import annotations
 

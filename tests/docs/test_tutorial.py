@@ -33,7 +33,7 @@ OF_A_SERVICE = commands("sh service")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Copy ``docs/tutorial`` to a working folder for the commands."""
+    """Copy ``docs/tutorial`` to a working directory for the commands."""
     copy = tmp_path_factory.mktemp("tutorial") / "tutorial"
     shutil.copytree(DOCS / "tutorial", copy)
     return copy
@@ -54,7 +54,7 @@ def test_every_command_runs(folder, monkeypatch, capsys):
     assert {command.split()[1] for command in COMMANDS[1:]} == {"trace", "advise", "replay", "solve"}
     assert {command.split()[1] for command in OF_A_SERVICE} == {"trace", "history", "status"}
     monkeypatch.chdir(folder)
-    # The installed command does not put the current folder on the path either.
+    # The installed command does not put the current directory on the path either.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
     for command in COMMANDS[1:]:
         run(command, capsys)

@@ -23,7 +23,7 @@ def block(kind):
 
 @pytest.fixture
 def shell(tmp_path):
-    """Run the page's commands in one folder, with localhost and a free port as the service's address."""
+    """Run the page's commands in one directory, with localhost and a free port as the service's address."""
     address = free_address()
     port = address.rpartition(":")[2]
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")

@@ -1,4 +1,4 @@
-"""Tests that the doctor accepts a healthy environment and reports the problem in any other."""
+"""Tests that the doctor accepts a healthy environment and reports the problem in a broken one."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_experts_survive_the_round_trip_or_the_fault_is_reported(fault, found):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """A healthy environment with the agent and an engine of version 1.2.3, which a test then breaks."""
+    """A healthy environment with the agent and version 1.2.3 of an engine, for a test to break."""
     for name in [name for name in os.environ if name.startswith(("EPLB_AGENT", "VLLM_PLUGINS"))]:
         monkeypatch.delenv(name)
     engine = types.ModuleType("toy_engine")
@@ -219,7 +219,7 @@ def test_a_rank_that_exits_without_findings_is_reported():
 
 
 class FakeProcess:
-    """A rank that reports success and records how it was started, or ends with a different exit code, or never ends."""
+    """A rank that records how it was started. It reports success, exits with a different code, or never exits."""
 
     started: ClassVar[list] = []
 

@@ -1,8 +1,9 @@
-"""A host whose forward pass is one captured graph on a GPU, or the same pass step by step on a CPU.
+"""A host whose forward pass is one captured graph on a GPU, or the same pass run eagerly on a CPU.
 
 All ranks receive the same tokens, route them with their tables, compute the experts in their slots, and sum the
-outputs. The graph reads and writes heat, tables and weights by address. Only the inputs of a pass come from outside the
-graph. With ``lists``, the host has a tensor and a scale per expert, and derives the tensors that the pass reads.
+outputs. The graph reads and writes heat, tables and weights by address. Only a pass's inputs come from outside the
+graph. With ``lists``, the host has a tensor and a scale per expert, from which it derives the tensors that the pass
+reads.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _MISSED_EVERY = 97
 
 
 def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
-    """Return the weights of E experts in float8, with a scale ``[E, 1, 1]`` for each."""
+    """Return the weights of E experts in float8, with their scales ``[E, 1, 1]``."""
     scale_E11 = weight_EXY.abs().amax(dim=(1, 2), keepdim=True) / 448
     return [(weight_EXY / scale_E11).to(FLOAT8), scale_E11]
 
 
 def read(weights: Sequence[ExpertWeights], rows_N: torch.Tensor) -> torch.Tensor:
-    """Return rows of one kind of weights in float32, ``[N, ...]``, multiplied by their scales if there are any."""
+    """Return rows of one weight in float32, ``[N, ...]``, multiplied by their scales if it has any."""
     first = weights[0]
     if first.dtype != FLOAT8:
         return first[rows_N]
@@ -73,14 +74,14 @@ class CapturedLayer:
         self.refresh()
         self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
         self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
-        # A host with lists does not know what its slots received.
+        # A host with lists does not count the tokens that its slots receive.
         self.moe_load: torch.Tensor | None = None if in_lists else rings[0][:, layer]
         self.source_load: torch.Tensor | None = rings[1][:, layer]
         self.load_counter = counter
         self.leaves_weights = False
 
     def expert_weights(self) -> list[ExpertWeights]:
-        """Return the weights that the pass reads, or copies if this control must leave the weights behind."""
+        """Return the weights that the pass reads. A control run that must not update its weights gets copies."""
         if self.leaves_weights:
             return [weight.clone() for weight in self._weights if isinstance(weight, torch.Tensor)]
         return self._weights
@@ -88,7 +89,7 @@ class CapturedLayer:
     def refresh(self) -> None:
         """Derive the tensors that the pass reads if the weights are lists.
 
-        An agent does not know about these tensors.
+        The agent does not know about these tensors.
         """
         self._read = [torch.stack(weight) if isinstance(weight, list) else weight for weight in self._weights]
 
@@ -107,7 +108,7 @@ class CapturedLayer:
 
 
 def _outputs(weights: Sequence[ExpertWeights], rows_N: torch.Tensor, hidden_TH: torch.Tensor) -> torch.Tensor:
-    """Return each choice's expert output for its token, ``[N, H]``; ``rows_N`` are the experts' rows in the weights."""
+    """Return the expert output for each choice, ``[N, H]``. ``rows_N`` are the chosen experts' rows in the weights."""
     kinds = len(weights) // 2
     up_NHI = read(weights[:kinds], rows_N)
     down_NIH = read(weights[kinds:], rows_N)
@@ -166,7 +167,7 @@ class CapturedHost:
 
     def _captured(self) -> Callable[[], None]:
         module: Any = torch.get_device_module(self.counter.device)
-        self._pass()  # Libraries allocate their buffers before a capture.
+        self._pass()  # Libraries must allocate their buffers before the capture.
         module.synchronize()
         graph = module.CUDAGraph()
         with module.graph(graph):
@@ -177,7 +178,7 @@ class CapturedHost:
     def forward(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Queue a pass.
 
-        The returned function waits for it and returns every layer's output ``[L, T, H]``; it is a collective.
+        The returned function waits for the pass and returns every layer's output, ``[L, T, H]``. It is a collective.
         """
         self.hidden_LTH.copy_(hidden_LTH, non_blocking=True)
         self.chosen_LTK.copy_(chosen_LTK, non_blocking=True)
@@ -194,7 +195,7 @@ class CapturedHost:
         return output
 
     def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
-        """Return the same outputs computed from the original experts, ``[L, T, H]``."""
+        """Return the same outputs, computed from the original experts, ``[L, T, H]``."""
         outputs = [
             _outputs(experts, chosen_TK.reshape(-1), hidden_TH)
             for experts, chosen_TK, hidden_TH in zip(self.experts_L, chosen_LTK, hidden_LTH, strict=True)
@@ -203,7 +204,7 @@ class CapturedHost:
 
 
 def step_without_waiting(passes: int) -> str | None:
-    """Run passes of a rank without a service on a GPU, and make torch raise if an agent call waits for the device.
+    """Run passes on a GPU without a service, and make torch raise an error if an agent call waits for the device.
 
     Return the reason why balancing stopped, or ``None``.
     """
@@ -221,7 +222,7 @@ def step_without_waiting(passes: int) -> str | None:
 
 
 def _popularity(workload: int) -> torch.Tensor:
-    """Return the popularity of the experts in a workload, ``[L, E]``. Each layer has different favourites."""
+    """Return the experts' popularity in a workload, ``[L, E]``. The most popular experts differ between layers."""
     draws = torch.Generator().manual_seed(100 + workload)
     skew_E = torch.linspace(1.0, 0.1, EXPERTS) ** 3
     return torch.stack([skew_E[torch.randperm(EXPERTS, generator=draws)] for _ in range(LAYERS)])
@@ -232,8 +233,8 @@ def serve(
 ) -> dict[str, Any]:
     """Serve changing workloads until ``switches`` layer switches.
 
-    A control, whose layers do not update their weights or the derived tensors, stops at its first difference.
-    With ``ahead``, the host queues that many passes on its device, and one of its ranks misses calls.
+    A control run, whose layers do not update their weights or the derived tensors, stops at the first difference. With
+    ``ahead``, each host queues that many passes on its device, and one rank misses calls.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """One rank in a network namespace: ``python -m tests.e2e.network_rank RANK GROUP SERVICE DATA_HOST WRONG...``.
 
-Both ranks first try to connect while rank 1 uses each ``WRONG`` data host. They then connect with their own hosts and
-serve until a layer has switched. The last line of the output is JSON: the error for each wrong host, and the facts of
-``regrouped_host``.
+The ranks first try to connect while rank 1 uses each of the ``WRONG`` data hosts. They then connect with the right
+hosts and serve until a layer has switched. The last line of the output is JSON: the error for each wrong host, and the
+facts from ``regrouped_host``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOTS = 5
 
 
 def layers_of_rank() -> list[ExpertParallelMoE]:
-    """Return two layers on two ranks, with two redundant slots."""
+    """Return this rank's part of two layers on two ranks, with two redundant slots."""
     shapes = [MoEShape(layer, live.EXPERTS, live.HIDDEN, live.INTERMEDIATE) for layer in range(2)]
     phy2log_RS = Placement.linear(1, live.EXPERTS, RANKS, SLOTS).phy2log_LRS[0]
     return [

@@ -1,4 +1,4 @@
-"""Ranks whose layers are balanced and then move to a smaller and a larger group of ranks."""
+"""Ranks whose layers are balanced, then move to a smaller group of ranks and to a larger one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SECONDS = 120.0
 
 
 def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
-    """Serve on groups of these sizes, one after the other. Return the facts of each group that included this rank."""
+    """Serve in groups of these sizes, one after the other. Return the facts for each group that included this rank."""
     rank = dist.get_rank()
     facts = []
     groups = [dist.new_group(list(range(size))) for size in sizes]
@@ -45,7 +45,7 @@ def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
 def balanced(
     layers: list[ExpertParallelMoE], group: dist.ProcessGroup, service: str, **settings: object
 ) -> dict[str, object]:
-    """Run steps until a layer has switched, and compare the outputs of each step with the dense layer."""
+    """Run steps until a layer has switched, and compare each step's outputs with those of the dense layer."""
     agent = Agent.start(layers, group, live.settings(service=service, deployment="regrouped", **settings))
     dense = [DenseMoE(layer.shape, seeded_experts(layer.shape)) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank(group))

@@ -1,4 +1,4 @@
-"""A real `eplb serve` process for tests, and operator calls to it."""
+"""A real `eplb serve` process for tests, and operator RPCs to it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Service:
         self._log.close()
 
     def start(self) -> None:
-        """Start the service and wait until it can make decisions. Its solver may have to be compiled first."""
+        """Start the service and wait until it can make decisions. The solver may have to be compiled first."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
-        # Linux divides the CPU time of a busy machine between sessions. A separate session gives the service its own
-        # share, instead of one that it divides with all test processes.
+        # Linux divides a busy machine's CPU time between sessions. In a session of its own, the service gets a full
+        # share instead of sharing one with all test processes.
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -75,7 +75,7 @@ class Service:
             time.sleep(0.05)
 
     def _serves(self) -> bool:
-        # Use a new channel, because one that failed to connect backs off for longer and longer.
+        # Use a new channel, because one that has failed to connect backs off for longer and longer.
         with grpc.insecure_channel(self.address) as channel, contextlib.suppress(grpc.RpcError):
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -95,7 +95,7 @@ class Service:
         self.start()
 
     def freeze(self, seconds: float) -> None:
-        """Stop the process for ``seconds``. It neither reads nor writes, but its connections stay open."""
+        """Suspend the process for ``seconds``. It neither reads nor writes, but its connections stay open."""
         self._signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._signal(signal.SIGCONT)

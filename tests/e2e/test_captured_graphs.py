@@ -1,4 +1,7 @@
-"""Tests that layers in a captured GPU graph can be switched without changing the outputs; on a CPU, uncaptured."""
+"""Tests that switching layers in a captured GPU graph does not change the outputs.
+
+On a CPU, the pass is not captured.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ HOSTS = [
 
 
 async def _served(*options):
-    """Return the facts of the ranks and the service's final deployment."""
+    """Return the ranks' facts and the service's final deployment."""
     async with running_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 2, captured_host.serve, service.address, *options)
         return facts, service.plane.deployments["captured"]
@@ -40,7 +43,8 @@ async def test_outputs_do_not_change_while_layers_switch(device, experts, switch
         assert len(fact["committed"]) == fact["switched"] >= switches
         assert fact["worst"] < 1e-4
         assert fact["same_addresses"]
-    # Measured transfers and commits set the move price. They send a few hundred bytes over loopback on a busy machine.
+    # Measured transfers and commits set the move price. Here, they send a few hundred bytes over loopback on a busy
+    # machine.
     costs = deployment.switch_log.costs()
     price = deployment.session.move_price
     assert 1e-6 < costs.expert_seconds < 10

@@ -1,4 +1,4 @@
-"""Tests that the service makes plans again for a deployment that continues with a different number of ranks."""
+"""Tests that the service resumes planning when a deployment continues with a different number of ranks."""
 
 from __future__ import annotations
 

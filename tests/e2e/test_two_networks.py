@@ -22,7 +22,7 @@ WRONG = {
     "no-such-host.invalid": "rank 1: cannot bind the agents' socket to no-such-host.invalid: .*name",
     "198.18.0.9": "rank 1: cannot bind the agents' socket to 198.18.0.9: .*Cannot assign",
 }
-"""Data hosts of rank 1 with which the ranks cannot connect, and the error that both ranks raise."""
+"""Data hosts for rank 1 with which the ranks cannot connect, and the error that both ranks raise."""
 _MOST_SECONDS = 400.0
 
 
@@ -33,7 +33,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Create two network namespaces, each with its loopback and one end of a link between them."""
+    """Create two network namespaces, each with a loopback interface and one end of a link between them."""
     if shutil.which("ip") is None:
         pytest.skip("needs `ip` from the iproute2 package")
     names = [f"eplb-{os.getpid()}-{side}" for side in "ab"]

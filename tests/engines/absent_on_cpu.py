@@ -1,6 +1,6 @@
 """Stand-ins for the accelerator-only packages that SGLang imports. Every name exists but cannot be called.
 
-Installed as ``sitecustomize``, so that every process of an engine has them.
+The module is installed as ``sitecustomize``, so that all of an engine's processes have them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def _is_absent(name):
 
 
 def _asked_by_transformers():
-    """Return whether transformers is the importer. It uses torchvision if available, but does not need it here."""
+    """Return whether transformers is the importer.
+
+    It uses torchvision if that is available, but does not need it here.
+    """
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.utils.import_utils":

@@ -1,4 +1,4 @@
-"""Layers of vLLM-Ascend, with counters, weights and dispatch."""
+"""Fake vLLM-Ascend layers, with counters, weights and dispatch."""
 
 import types
 
@@ -9,7 +9,7 @@ SLOTS = 4
 
 
 class HostLayer(torch.nn.Module):
-    """The counters of a real layer, updated as the real layer does."""
+    """The counters of a vLLM-Ascend layer, updated as in the real layer."""
 
     def __init__(self, policy):
         super().__init__()

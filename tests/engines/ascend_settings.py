@@ -1,4 +1,4 @@
-"""Fake vLLM-Ascend modules with the settings of one engine."""
+"""Fake vLLM-Ascend modules with one engine's settings."""
 
 import types
 
@@ -16,7 +16,7 @@ def ascend(monkeypatch, release="0.23.0", device="A3", stages=1, runner="generat
     capacity = 512 * engine.get("tensor_parallel", 1)
 
     def choice(step_tokens, _config):
-        """Mimic ``select_moe_comm_method`` of 0.23: A2 gathers for few ranks or many tokens, A3 never gathers."""
+        """Mimic ``select_moe_comm_method`` of 0.23: A2 gathers for few ranks or many tokens, and A3 never gathers."""
         few = engine.get("ranks", 16) < 16 or 256 // engine.get("ranks", 16) > 24
         gathers = device == "A2" and (few or step_tokens > capacity)
         return types.SimpleNamespace(name="ALLGATHER" if gathers else "MC2")

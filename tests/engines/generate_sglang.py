@@ -1,4 +1,4 @@
-"""Generate with a real SGLang engine, and write token ids and log-probabilities. Runs with the engine's own Python.
+"""Generate text with a real SGLang engine and write token ids and log-probabilities. Runs in the engine's own Python.
 
 ``python generate_sglang.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
 With ``"until": "FILE"``, no new round starts once that file exists.
@@ -13,7 +13,7 @@ from generate_vllm import prompts
 
 
 def generate(model, options):
-    """Run all requests of a round at once. Return ``[ids, logprobs]`` for each request."""
+    """Run all requests of a round concurrently. Return ``[ids, logprobs]`` for each request."""
     import sglang
 
     engine = sglang.Engine(

@@ -1,4 +1,4 @@
-"""Generate with a real vLLM engine, and write token ids and log-probabilities. Runs with the engine's own Python.
+"""Generate text with a real vLLM engine and write token ids and log-probabilities. Runs in the engine's own Python.
 
 ``python generate_vllm.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
 
@@ -26,7 +26,7 @@ def prompts(count, seed=1):
 
 
 async def generate(model, options):
-    """Run all requests at once through an asynchronous engine. Return ``[ids, logprobs]`` for each request."""
+    """Run all requests concurrently on an asynchronous engine. Return ``[ids, logprobs]`` for each request."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

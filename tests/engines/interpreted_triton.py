@@ -1,7 +1,7 @@
-"""Make vLLM accept Triton's interpreter as a CPU backend, so that its second model runner works. A ``sitecustomize``.
+"""A ``sitecustomize`` that makes vLLM accept Triton's interpreter as a CPU backend for its second model runner.
 
-The runner prepares its inputs with Triton kernels, which ``TRITON_INTERPRET=1`` runs in Python. vLLM checks for a
-Triton backend named ``cpu`` before it uses Triton, and does so before it loads plugins.
+The runner prepares its inputs with Triton kernels, which ``TRITON_INTERPRET=1`` runs in Python. Before it uses Triton,
+and before it loads plugins, vLLM checks for a Triton backend named ``cpu``.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Compute a checkpoint's logits with transformers and tokenize texts. Runs with an engine's own Python.
+"""Compute a checkpoint's logits with transformers and tokenize strings. Runs in an engine's own Python.
 
 ``python logits_of_transformers.py CHECKPOINT OUT.json TEXT...``
 """

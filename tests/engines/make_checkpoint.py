@@ -1,6 +1,6 @@
-"""Write a tiny random checkpoint (3 layers, 8 experts) to a folder. Runs in an engine's environment.
+"""Write a tiny random checkpoint (3 layers, 8 experts) to a directory. Runs in an engine's environment.
 
-``python make_checkpoint.py FOLDER [llama4]`` writes a Qwen3-MoE with top-2, or a Llama 4 with top-1.
+``python make_checkpoint.py FOLDER [llama4]`` writes a Qwen3-MoE with top-2 routing, or a Llama 4 with top-1 routing.
 """
 
 import sys

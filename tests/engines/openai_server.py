@@ -1,4 +1,4 @@
-"""A real vLLM server over HTTP, and requests that record the arrival time of each token."""
+"""A real vLLM HTTP server, and requests that record each token's arrival time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines.processes import end_engine, start_engine
 
 START_SECONDS = 900.0
 TOKEN_IDS_ALONE = ("--skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "8")
-"""Options for a server without a tokenizer, whose prompts and answers are token ids."""
+"""Options for a server without a tokenizer. Its prompts and answers are token ids."""
 
 
 class ServerError(RuntimeError):
@@ -26,9 +26,9 @@ class ServerError(RuntimeError):
 
 
 class OpenAiServer:
-    """``python -m vllm.entrypoints.openai.api_server`` in a process that prints to ``log``.
+    """``python -m vllm.entrypoints.openai.api_server`` in a process whose output goes to ``log``.
 
-    As a context manager it stops the process.
+    As a context manager, it stops the process on exit.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OpenAiServer:
         end_engine(self._process)
 
     def wait_until_healthy(self) -> None:
-        """Wait until the server accepts requests. Raises ``ServerError`` if it ends or takes too long."""
+        """Wait until the server accepts requests. Raises ``ServerError`` if the server exits or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None:
@@ -95,7 +95,7 @@ def streamed_choices(
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each part of a streamed completion with the seconds since the request.
 
-    Raises ``ServerError`` if the server rejects the request, breaks off or cannot be reached.
+    Raises ``ServerError`` if the server rejects the request, breaks off the stream or cannot be reached.
     """
     asked = json.dumps(body | {"return_token_ids": True, "stream": True})
     with closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:

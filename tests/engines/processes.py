@@ -1,4 +1,4 @@
-"""Start and end an engine's processes. The workers are ended as well, even if their parent is gone."""
+"""Start and stop an engine's processes. The workers are stopped even if their parent is gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_engine(
 def end_engine(process: subprocess.Popen[bytes]) -> None:
     """Terminate the process, and kill the rest of its session after a minute.
 
-    Do nothing if the whole session has exited.
+    Do nothing if the whole session has already exited.
     """
     if process.poll() is None:
         process.terminate()

@@ -1,6 +1,7 @@
-"""Make real SGLang run expert parallelism with EPLB on CPU, for tests only: an entry point ``sglang.srt.plugins``.
+"""Make real SGLang run expert parallelism with EPLB on CPU, for tests only. Entry point in ``sglang.srt.plugins``.
 
-Scheduler, runners, router, recorder, layers and sampler stay real. ``absent_on_cpu`` replaces the compiled kernels.
+Scheduler, runners, router, recorder, layers and sampler are the real ones. ``absent_on_cpu`` replaces the compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def register() -> None:
 
 
 def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
-    """Ignore choices of other ranks' experts (id -1), because SGLang's plain forward does not know ranks."""
+    """Ignore choices of other ranks' experts (id -1), because SGLang's plain forward is not aware of ranks."""
     weights_TK, ids_TK, _ = topk_output
     out = torch.zeros_like(x)
     for slot in range(layer.w13_weight.shape[0]):
@@ -39,7 +40,7 @@ def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
 
 
 def _pad_for_plain_attention(original, batch, model_runner, *sizes):
-    """Provide the fill value for padding, which SGLang's plain attention only defines for CUDA graphs."""
+    """Provide the padding's fill value, which SGLang's plain attention only defines for CUDA graphs."""
     backend = type(model_runner.attn_backend)
     if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
         backend.get_cpu_graph_seq_len_fill_value = lambda _: 1

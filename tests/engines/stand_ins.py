@@ -1,4 +1,4 @@
-"""Stand-ins for packages that are only built for accelerators. Any module and any name in them exists."""
+"""Stand-ins for packages that are only built for accelerators. Every module, and every name in it, exists."""
 
 import importlib.abc
 import importlib.machinery
@@ -20,7 +20,7 @@ class StandIn:
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules whose names are ``absent``.
 
-    They contain the values of ``facts``; any other name is a ``kind`` of ``StandIn``.
+    The modules contain the values in ``facts``. Any other name is an instance of ``kind``, a ``StandIn`` class.
     """
 
     def __init__(self, absent, kind, **facts):

@@ -1,4 +1,4 @@
-"""Tests of the vLLM-Ascend adapter's parts that need no engine: heat of all policies, sources, hooks."""
+"""Tests of the parts of the vLLM-Ascend adapter that need no engine: heat for all policies, sources, hooks."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Tests that unsupported vLLM-Ascend settings are rejected by name while the engine starts."""
+"""Tests that unsupported vLLM-Ascend settings are rejected at engine startup, and that the error names them."""
 
 from contextlib import nullcontext
 

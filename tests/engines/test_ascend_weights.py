@@ -1,4 +1,4 @@
-"""Tests which weights of vLLM-Ascend's layers move, and that layers with immovable weights are rejected."""
+"""Tests that the right weights of vLLM-Ascend's layers move, and that layers with immovable weights are rejected."""
 
 import sys
 import types
@@ -21,7 +21,7 @@ from worker_agent.device import format_of
 
 
 def in_lists():
-    """Return a quantised layer that has a tensor for each expert."""
+    """Return a quantised layer that has a separate tensor for each expert."""
     return weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in LISTS})
 
 
@@ -132,7 +132,7 @@ def test_tensors_replaced_by_the_host_are_detected():
     heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
     layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
     assert layer.expert_weights() is found
-    # As in quant_apply_mlp, which converts the first expert's scales to a different dtype.
+    # This mimics quant_apply_mlp, which converts the first expert's scales to a different dtype.
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
     with pytest.raises(UnsupportedEngineError, match="custom operators"):
         layer.expert_weights()

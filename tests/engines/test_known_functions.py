@@ -1,4 +1,4 @@
-"""Tests that the adapters' assumptions about engines hold for each known release and the newest on the index."""
+"""Tests that the adapters' assumptions about engines hold for each known release and for the newest on the index."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_every_known_function_matches_its_release(package):
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_the_newest_release_changes_no_known_function(package):
-    """If it fails, check how the listed functions changed, adapt, run the engine, and record it in ``known.json``."""
+    """On failure, check how the functions changed, adapt, run the engine, and record the release in ``known.json``."""
     version = newest(package)
     last = compat.nearest(version, KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"

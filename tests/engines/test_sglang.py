@@ -1,4 +1,4 @@
-"""Tests that real SGLang gives the same answers while the agent balances it and its layers switch."""
+"""Tests that real SGLang, balanced by the agent, gives the same answers while its layers switch."""
 
 import shutil
 
@@ -69,7 +69,7 @@ def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return a function that yields the answers of the unmodified engine on one rank. It keeps the longest run."""
+    """Return a function that returns the unmodified engine's answers on one rank. It caches the longest run."""
     longest = []
 
     def answers(run_sglang, rounds=LOAD["rounds"]):
@@ -84,7 +84,7 @@ def alone():
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
 def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, service, tmp_path):
-    """Serve until 20 layers have switched. A planner that finds nothing to gain keeps layers for many rounds."""
+    """Serve until 20 layers have switched. While the planner sees no gain, layers stay unchanged for many rounds."""
     enough = tmp_path / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = LOAD | {"rounds": 1000, "until": str(enough), "engine": parallel}

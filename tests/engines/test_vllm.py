@@ -34,7 +34,7 @@ TWO_TENSOR_RANKS = EXPERT_PARALLEL | {
 }
 TWO_DATA_RANKS = {**TWO_TENSOR_RANKS, "tensor_parallel_size": 1, "data_parallel_size": 2}
 FOUR_RANKS = TWO_DATA_RANKS | {"tensor_parallel_size": 2}
-"""Two data ranks of two tensor ranks each, which vLLM runs with sequence parallelism."""
+"""Two data-parallel ranks of two tensor-parallel ranks each, which vLLM runs with sequence parallelism."""
 CASES = {
     "0.32-tp2": (VLLM_032, TWO_TENSOR_RANKS, {0}),
     "0.32-dp2": (VLLM_032, TWO_DATA_RANKS, {0, 1}),
@@ -42,32 +42,32 @@ CASES = {
     "0.23-tp2": (VLLM_023_SERVED, TWO_TENSOR_RANKS, {0}),
     "0.23-dp2": (VLLM_023_SERVED, TWO_DATA_RANKS, {0}),
 }
-"""Engine, parallelism, and the ranks that count tokens.
+"""Each case's engine, parallelism, and ranks that count tokens.
 
-Only the first of several ranks that route the same tokens counts.
+If several ranks route the same tokens, only the first one counts them.
 """
 GATHERS = "0.23-dp2"
-"""On CPU, its ranks gather all tokens before they route.
+"""Case in which, on CPU, ranks gather all tokens before routing.
 
-Only the first of them counts, in steps in which it has tokens itself.
+Only the first rank counts tokens, and only in steps in which it has tokens of its own.
 """
 RECORDED_STEPS = {8: 64, 1: 480}
-"""Minimum number of recorded steps by concurrent requests.
+"""Minimum number of recorded steps, by number of concurrent requests.
 
-With one request at a time, it covers three requests, as either data rank may receive any of them.
+With one request at a time, this covers three requests, because either data-parallel rank may receive any of them.
 """
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 TRACE = "served.zarr"
 TIES_OF_023 = 1e-3
-"""Maximum share of tokens that may differ more if 0.23 runs its torch kernel.
+"""Maximum share of tokens that may differ by more than rounding if 0.23 runs its torch kernel.
 
-One such token was observed in 15,360. It differed by 0.004, because two experts are 6e-6 apart in its router.
+One such token was observed in 15,360. It differed by 0.004, because two of its router scores are 6e-6 apart.
 """
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the answers of the unmodified engine on one rank to the first requests of the first rounds.
+    """Return a function that gives the unmodified engine's answers on one rank to the first requests of some rounds.
 
     Each load runs once.
     """
@@ -98,9 +98,9 @@ EACH_CASE = pytest.mark.parametrize(
     indirect=["service"],
     ids=lambda value: "by-heat" if value == DECIDE_OFTEN else "often" if value == SWITCH_OFTEN else None,
 )
-"""Each engine with its requests at a time and its service.
+"""Each engine, with its number of concurrent requests and its service.
 
-vLLM sends requests that come one at a time to either data rank, while the other rank runs dummy passes.
+If requests arrive one at a time, vLLM sends each to either data-parallel rank, while the other rank runs dummy passes.
 """
 SWITCHES_OFTEN = pytest.mark.parametrize("service", [SWITCH_OFTEN], indirect=True, ids=[""])
 
@@ -177,7 +177,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 def test_chunked_prompts_are_answered_correctly_without_redundant_experts(
     proposing, run_vllm, alone, service, tmp_path
 ):
-    """Prompts of up to 40 tokens run beside decoding, with 16 tokens per pass.
+    """Prompts of up to 40 tokens are prefilled alongside decoding, with 16 tokens per pass.
 
     Proposed tokens are verified in the same passes.
     """
@@ -187,7 +187,7 @@ def test_chunked_prompts_are_answered_correctly_without_redundant_experts(
 
 @SWITCHES_OFTEN
 def test_weights_reloaded_after_switches_reach_the_right_experts(run_vllm, service, tmp_path):
-    """The unmodified engine also reloads them, because on CPU vLLM answers differently after a reload."""
+    """The unmodified engine also reloads its weights, because on CPU, vLLM's answers differ after a reload."""
     enough = tmp_path / "enough"
     load = {"requests": 8, "max_tokens": 120, "between": [["reload_weights", {}]]}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
@@ -215,7 +215,10 @@ SECOND_RUNNER = {
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 @pytest.mark.parametrize(("case", "broken"), [*((case, False) for case in SECOND_RUNNER), ("tp2", True)])
 def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vllm, alone, service, tmp_path):
-    """This runner is the default on accelerators. Its Triton kernels run in Python here, so six switches suffice."""
+    """This runner is the default on accelerators.
+
+    Here, its Triton kernels run in Python, so six switches must suffice.
+    """
     enough = tmp_path / "enough"
     between = [["reload_weights", {}]] if case == "reload" else []
     load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
@@ -237,7 +240,10 @@ def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vll
 
 @SWITCHES_OFTEN
 def test_answers_are_the_same_if_router_weights_multiply_the_inputs(run_vllm, service, tmp_path):
-    """Llama 4 does this, and its kernel reads no weights. vLLM cannot load redundant experts from its checkpoints."""
+    """Llama 4 does this.
+
+    Its kernel ignores router weights, and vLLM cannot load redundant experts from its checkpoints.
+    """
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
     load = {"requests": 8, "max_tokens": 60, "rounds": 4}
     expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
@@ -300,7 +306,7 @@ def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, a
 def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     check_same_answers(unheard.answers(), alone(run_vllm, engine=engine))
-    # vLLM's own handlers print each message once, but each rank prints its warnings.
+    # vLLM's own handlers print each message once, but every rank prints its own warnings.
     by_level = {"INFO": [], "WARNING": []}
     for line in unheard.log.read_text().splitlines():
         for level, lines in by_level.items():

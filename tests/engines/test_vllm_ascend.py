@@ -1,4 +1,4 @@
-"""Tests that real vLLM-Ascend MoE layers on CPU equal a dense layer while the agent moves their experts."""
+"""Tests that real vLLM-Ascend MoE layers on CPU match a dense layer while the agent moves their experts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
 """Tolerance by quantisation, for outputs near 1.
 
-A moved expert changes the float32 summation order, and an int8 row may be rounded differently.
+Moving an expert changes the float32 summation order, and an int8 row may be rounded differently.
 """
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "float32"}
@@ -44,13 +44,13 @@ def environment(source, **more):
 def serve(tmp_path, service, **options):
     """Run two ranks until they have switched often enough.
 
-    Return the facts of each, including the compared host functions.
+    Return each rank's facts, including the compared host functions.
     """
     vllm, version = RELEASES[options.setdefault("release", "0.23")]
     python = python_of(vllm)
     source = source_of("vllm_ascend", version)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    # With checksums, the agent itself would stop at a layer with wrong weights.
+    # With checksums, the agent itself would stop when it finds a layer with wrong weights.
     verify = "false" if options.get("broken") else "true"
     options = {
         "redundant": 2,

@@ -1,6 +1,6 @@
-"""Reference outputs for a layer of the vLLM-Ascend rank: all experts on one machine, with plain products.
+"""Reference outputs for a layer on the vLLM-Ascend rank: all experts on one machine, with plain products.
 
-Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
+``vllm_ascend_rank.py`` imports this module in the engine's own Python.
 """
 
 import torch
@@ -30,14 +30,14 @@ def product(matrices_TKYX, rows_TKX):
 
 
 def product_w8a8(matrices_TKYX, rows_TKX):
-    """Like ``product``, for int8 rows and int8 output channels with one scale each. The sums are exact."""
+    """Like ``product``, but for int8 rows and int8 output channels with one scale each. The sums are exact."""
     rows, rows_scale_TK = torch_npu.npu_dynamic_quant(rows_TKX)
     matrices, channel_scale_TKY = torch_npu.npu_dynamic_quant(matrices_TKYX)
     return (product(matrices.double(), rows.double()) * channel_scale_TKY * rows_scale_TK[..., None]).float()
 
 
 def dense(layer, hidden_TH, logits_TE, multiply):
-    """Return the expected output of the layer, with every expert on one machine."""
+    """Return the layer's expected output, with every expert on one machine."""
     w13_EJH, w2_EHI = experts_of(layer)
     weights_TK, ids_TK = torch.softmax(logits_TE, -1).topk(TOP_K, -1)
     weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

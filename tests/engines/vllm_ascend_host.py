@@ -1,6 +1,6 @@
 """The EPLB calls of ``NPUModelRunner``, one by one, because the runner itself needs a device.
 
-Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
+``vllm_ascend_rank.py`` imports this module in the engine's own Python.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def build(rank, port, config_folder, options):
     built = types.ModuleType("vllm_ascend._build_info")
     built.__device_type__ = "A2" if options["comm"] == "ALLGATHER" else "A3"
     sys.modules[built.__name__] = built
-    # The host's solver is never started, but its import needs scipy.
+    # The host's solver is never started, but importing it needs scipy.
     solver = types.ModuleType("vllm_ascend.eplb.core.policy.policy_flashlb")
     solver.FlashLB = object
     solver.warm_up = None
@@ -79,7 +79,7 @@ def build(rank, port, config_folder, options):
 
 
 def w8a8_config():
-    """Return a quantisation config that makes every MoE layer W8A8, like the config of a ModelSlim checkpoint."""
+    """Return a quantisation config that makes every MoE layer W8A8, like a ModelSlim checkpoint's config."""
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
     from vllm_ascend.quantization.methods import w8a8_dynamic
 
@@ -124,7 +124,7 @@ def install_kernel_for_lists():
 
 
 def load(layer, slot, name, weight_YX):
-    """Load one expert's weight into its slot, quantised if the layer is."""
+    """Load one expert's weight into its slot, quantised if the layer is quantised."""
     parameter = getattr(layer, name)
     if parameter.dtype == torch.int8:
         weight_YX, scale_Y = torch_npu.npu_dynamic_quant(weight_YX)
@@ -178,7 +178,7 @@ def make_model(rank, quant_config):
 
 
 def start_balancer(config, model):
-    """Create and call the parts from ``NPUModelRunner.__init__`` and ``eplb_warmup``, under the adapter's names."""
+    """Create and call the EPLB parts of ``NPUModelRunner.__init__`` and ``eplb_warmup``, under the adapter's names."""
     from vllm.config import set_current_vllm_config
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.eplb.adaptor.vllm_adaptor import VllmEplbAdaptor
@@ -210,7 +210,7 @@ def start_balancer(config, model):
 
 
 def forward(config, model, options, hidden_TH, logits_LTE):
-    """Run one forward pass of all layers as the runner sets it up. Return the largest difference from ``dense``."""
+    """Run one forward pass of all layers, set up as in the runner. Return the largest difference from ``dense``."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType

@@ -1,4 +1,4 @@
-"""One rank that serves real ``AscendFusedMoE`` layers on CPU, balanced by the agent. Runs with the engine's own Python.
+"""One rank that serves real ``AscendFusedMoE`` layers on CPU, balanced by the agent. Runs in the engine's own Python.
 
 ``python vllm_ascend_rank.py RANK PORT CONFIG_FOLDER '{"comm": "MC2", "redundant": 2, "policy": 1, ...}'``
 
@@ -43,7 +43,7 @@ def main(rank, port, config_folder, options):
     from worker_agent.adapters import compat
     from worker_agent.adapters.vllm_ascend.refusals import KNOWN
 
-    # Worker and runner cannot be imported without a device, so ``test_known_functions.py`` reads their source instead.
+    # The worker and the runner cannot be imported without a device, so ``test_known_functions.py`` reads their source.
     known = {
         target: one
         for target, one in KNOWN[options["release"]].items()
@@ -66,8 +66,8 @@ def main(rank, port, config_folder, options):
     # All ranks switch at the same step, so they all leave the loop at the same step.
     while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
         if steps % 60 == 59:
-            # Choose any two experts. Two neighbours are always one even and one odd expert, so one placement would suit
-            # all pairs.
+            # Choose any two experts. Two neighbours are always one even and one odd expert, so a single placement would
+            # suit all pairs.
             bias_E = bias_E[torch.randperm(EXPERTS, generator=turns)]
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw)
         logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E

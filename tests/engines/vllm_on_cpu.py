@@ -1,6 +1,7 @@
-"""Make real vLLM run expert parallelism with EPLB on CPU, for tests only: an entry point ``vllm.general_plugins``.
+"""Make real vLLM run expert parallelism with EPLB on CPU, for tests only. Entry point in ``vllm.general_plugins``.
 
-vLLM's CPU build rejects both in a few places. Kernels, scheduler, workers, runners, routers and HTTP server stay real.
+vLLM's CPU build rejects both in a few places. Kernels, scheduler, workers, runners, routers and the HTTP server are the
+real ones.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def register() -> None:
 
 
 def _fork() -> None:
-    """Start processes by fork, the default on accelerators.
+    """Start processes by forking, which is the default on accelerators.
 
-    The CPU platform's default would import everything again.
+    With the CPU platform's default, each process would import everything again.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -44,7 +45,7 @@ def _fork() -> None:
 
 
 def _allow_eplb() -> None:
-    """Allow EPLB on CPU, which ``ParallelConfig`` only accepts on CUDA-like platforms."""
+    """Allow EPLB on CPU, although ``ParallelConfig`` only accepts it on CUDA-like platforms."""
     import vllm.config.parallel as parallel
 
     real = parallel.current_platform
@@ -60,7 +61,7 @@ def _allow_eplb() -> None:
 
 
 def _experts_follow_the_expert_map() -> None:
-    """Map physical ids to local slots and ignore choices of other ranks, because the CPU kernel does not know ranks."""
+    """Map physical ids to local slots and ignore other ranks' choices, because the CPU kernel is not aware of ranks."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
@@ -78,8 +79,8 @@ def _experts_follow_the_expert_map() -> None:
             call.arguments["topk_weights"], call.arguments["topk_ids"] = weights, ids
             call.arguments["expert_map"] = None
             if call.arguments.get("apply_router_weight_on_input"):
-                # The inputs are already weighted and the weights are not read, so the rows of other ranks' choices must
-                # be zero.
+                # The inputs are already weighted and the kernel ignores the weights, so rows for other ranks' choices
+                # must be zero.
                 call.arguments["hidden_states"] = call.arguments["hidden_states"] * (weights != 0)
         return original(*call.args, **call.kwargs)
 
@@ -87,7 +88,7 @@ def _experts_follow_the_expert_map() -> None:
 
 
 def _local(expert_map, weights, ids):
-    """Return the weights and ids for a kernel that only knows this rank's slots."""
+    """Return the weights and ids for a kernel that only handles this rank's slots."""
     local = expert_map.to(ids.device)[ids.long()]
     return (
         torch.where(local >= 0, weights, torch.zeros_like(weights)).contiguous(),
@@ -96,7 +97,7 @@ def _local(expert_map, weights, ids):
 
 
 def _experts_of_023_follow_the_router() -> None:
-    """Make 0.23 use the router under expert parallelism, although its CPU kernel routes internally."""
+    """Make 0.23 use vLLM's router under expert parallelism, although its CPU kernel routes internally."""
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -130,7 +131,7 @@ def _experts_of_023_follow_the_router() -> None:
         gate, up = rows.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    # Without AVX-512 the kernel is plain torch. Its own SiLU reads a configuration in each pass that no longer exists
+    # Without AVX-512, the kernel is plain torch. In each pass, its own SiLU reads a configuration that no longer exists
     # by then.
     cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = silu_and_mul
     UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: not self.moe.moe_parallel_config.use_ep)
@@ -177,7 +178,7 @@ def _runner_builds_eplb_state() -> None:
             return
         with getattr(cpu_model_runner, "_torch_cuda_wrapper", contextlib.nullcontext)():
             self.eplb_state = EplbState(self.parallel_config, self.device)
-        # Release 0.23 finds the experts of multimodal models inline and has no function for it.
+        # Release 0.23 finds the experts of multimodal models inline and has no separate function.
         find = getattr(interfaces, "get_mixture_of_experts_model", lambda model: model)
         self._moe_model = find(self.model)
         self.eplb_state.add_model(self._moe_model, self.model_config)

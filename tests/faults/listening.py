@@ -28,9 +28,9 @@ def listening() -> list[tuple[str, int]]:
 
 
 def knock() -> tuple[int, int]:
-    """Open links that send noise, half a handshake or no bytes to every listener.
+    """Connect to every listener several times, sending noise, half a handshake or nothing.
 
-    Return the number of listeners that accepted all of them, and the number that did not.
+    Return the number of listeners that accepted all connections, and the number that did not.
     """
     closed = 0
     found = listening()

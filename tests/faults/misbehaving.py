@@ -1,4 +1,4 @@
-"""Ranks that survive one fault after another and must switch layers again after each, with unchanged outputs.
+"""Ranks that undergo one fault after another. After each, they must switch layers again, with unchanged outputs.
 
 All ranks run the same experiments in the same order. ``EXPERIMENTS`` defines the faults of each rank, and a test runs
 ``live_through`` on its ranks.
@@ -34,8 +34,8 @@ _FEWEST_PASSES = 16
 class Host:
     """One rank's model and agent, and a host that may miss or repeat its calls to the agent.
 
-    ``misses`` and ``doubles`` are the numbers of calls that the host will skip or make twice. ``ahead`` is the same as
-    for ``Passes``.
+    ``misses`` and ``doubles`` are the numbers of calls that the host will skip or make twice. ``ahead`` has the same
+    meaning as in ``Passes``.
     """
 
     def __init__(self, history: Path, ahead: Sequence[int]) -> None:
@@ -52,9 +52,9 @@ class Host:
         self._longest = self._worst = 0.0
 
     def live_through(self, fault: Callable[[Host], None]) -> dict[str, Any]:
-        """Inject the fault and serve until layers are switched again.
+        """Inject the fault and serve until layers have switched again.
 
-        Return the number of switches and the longest call in seconds, among other facts.
+        Return facts such as the number of switches and the duration of the longest call in seconds.
         """
         began = time.monotonic()
         epoch = self.agent.installed.epoch
@@ -69,7 +69,7 @@ class Host:
             self._offer()
             self._call()
         self._passes.end()
-        # A rank that misses the last call would serve a different epoch from the other ranks until its next call.
+        # If a rank missed the last call, it would serve a different epoch from the other ranks until its next call.
         self.misses = self.doubles = 0
         switched = self.agent.installed.epoch - epoch
         return live.facts_so_far(self.agent, self._worst, switched=switched, longest=self._longest)
@@ -120,7 +120,7 @@ def _own(fault: str) -> Callable[[Host], None]:
 
 
 def _before_the_confirmation(do: Callable[[Host], None]) -> Callable[[Host], None]:
-    """Run ``do`` once, just before the ranks confirm that they are all at the boundary of a commit."""
+    """Run ``do`` once, just before the ranks confirm that they are all at the same step boundary for a commit."""
     return lambda host: live.before_next_call(Voter, "_all_are_at", lambda: do(host))
 
 
@@ -145,7 +145,7 @@ def _freezes(seconds: float) -> Callable[[Host], None]:
 
 
 def _a_stranger_knocks(host: Host) -> None:
-    """Send garbage, and well-formed requests and statements signed with a different key, to every rank's socket."""
+    """Send every rank's socket garbage, and well-formed messages that are signed with the wrong key."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for address in host.agent._switch._group.peers._addresses.values():
             for size in (0, 1, 32, 48, 1400, 60_000):
@@ -157,7 +157,7 @@ def _a_stranger_knocks(host: Host) -> None:
 def _a_stranger_connects(host: Host) -> None:
     """Connect to every port that the process listens on.
 
-    The model's ports accept the links; the vote and lane ports do not.
+    The model's ports accept the connections; the vote and lane ports do not.
     """
     here = Sample.now()
     assert {address for address, _ in listening()} == {"127.0.0.1"}, "all ranks are on one node"
@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
 
 
 def live_through_all(history: str, ahead: Sequence[int]) -> dict[str, Any]:
-    """Run every experiment on these ranks, one after the other."""
+    """Run all experiments on these ranks, one after the other."""
     host = Host(Path(history), ahead)
     survived = {name: host.live_through(fault) for name, fault in EXPERIMENTS.items()}
     host.agent.drain("the test is over")

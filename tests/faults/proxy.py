@@ -11,10 +11,10 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """Listens at ``address`` and forwards all traffic to ``target`` (host:port).
+    """Listens on ``address`` and forwards all traffic to ``target`` (host:port).
 
-    ``delay`` is the number of seconds added to each chunk. While ``swallow`` is set, all data is dropped silently, as a
-    firewall would do.
+    ``delay`` is the number of seconds added to each chunk. While ``swallow`` is set, all data is silently dropped, as
+    by a firewall.
     """
 
     def __init__(self, target: str) -> None:

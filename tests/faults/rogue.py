@@ -25,7 +25,7 @@ _PATIENCE = 180.0
 
 
 class RogueService(agent_pb2_grpc.AgentServiceServicer):
-    """Welcomes every rank that sends a Hello, at leader term ``term``."""
+    """Service that welcomes every rank that sends a Hello, with leader term ``term``."""
 
     def __init__(self, ranks: int, term: int = 1) -> None:
         self.ranks = ranks
@@ -62,7 +62,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
             yield message
 
     def disconnect(self) -> None:
-        """End every stream, so that the ranks reconnect and send another Hello."""
+        """End every stream, so that the ranks reconnect and send a new Hello."""
         self._hellos.clear()
         for said in self._say.values():
             said.put(None)
@@ -76,19 +76,19 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         return DeployedLayout.assembled(dict(self._hellos))
 
     def plans(self, base: DeployedLayout, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
-        """Return one plan per rank that shuffles ``layers``, in the form in which the real service would make it."""
+        """Return one plan per rank that shuffles ``layers``, in the real service's format."""
         self._plan_id += 1
         updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
         plan = PlanTracker.of(self._plan_id, base, Plan(updates, ()))
         return [encode(plan.rank_plan(self.term, rank, range(self.ranks))) for rank in range(self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
-        """Send each of ``ranks`` its own plan. Send to all ranks if ``ranks`` is empty."""
+        """Send each of ``ranks`` its own plan. An empty ``ranks`` means all ranks."""
         for rank in ranks or range(self.ranks):
             self._say[rank].put(agent_pb2.ConnectResponse(plan=plans[rank]))
 
     def hear(self, state: int, times: int) -> list[tuple[int, agent_pb2.PlanStatus]]:
-        """Return the next ``times`` statuses with this state, each with its rank. Other statuses are dropped."""
+        """Return the next ``times`` statuses with this state, each with the rank that sent it. Drop other statuses."""
         found: list[tuple[int, agent_pb2.PlanStatus]] = []
         deadline = time.monotonic() + _PATIENCE
         while len(found) < times:
@@ -108,7 +108,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
 
 
 def _shuffled(base: DeployedLayout, layer: int, seed: int) -> LayerPlan:
-    """Shuffle the experts. Experts that stay on a rank keep their slot there."""
+    """Shuffle the experts. An expert that stays on its rank keeps its slot."""
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)
     new_RS = keep_staying_slots(old_RS, order[old_RS].astype(np.int32))

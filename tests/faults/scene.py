@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 RANKS = 3
 PATIENCE = 180.0
-"""Longest wait for an event, in seconds.
+"""Longest time to wait for an event, in seconds.
 
 It is long because the machine may be busy, but a wait ends as soon as the event occurs.
 """
@@ -25,7 +25,7 @@ FLAGS = (*OFTEN, "--heartbeat-seconds=0.2", "--cpu-share=100")
 
 
 class RankCrew:
-    """``ranks`` processes that serve in the background, with their service at ``address``."""
+    """``ranks`` processes that serve in the background and connect to the service at ``address``."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class RankCrew:
         self._thread.join()
 
     def ask(self, fault: str, *ranks: int) -> None:
-        """Have each of these ranks inject the fault into itself at its next step."""
+        """Ask each of these ranks to inject the fault into itself at its next step."""
         for rank in ranks or range(self._ranks):
             (self.folder / f"{rank}.{fault}").touch()
 
     def freeze(self, rank: int, seconds: float) -> None:
-        """Stop a rank's process for ``seconds``, then resume it."""
+        """Suspend a rank's process for ``seconds``."""
         process = int((self.folder / f"pid-{rank}").read_text())
         os.kill(process, signal.SIGSTOP)
         try:
@@ -68,7 +68,7 @@ class RankCrew:
             os.kill(process, signal.SIGCONT)
 
     def stop(self) -> list[Facts]:
-        """Stop the ranks and return the facts of each. Raises the exception of a rank that failed."""
+        """Stop the ranks and return the facts from each. If a rank failed, its exception is raised."""
         (self.folder / "stop").touch()
         self._thread.join()
         if self._failure is not None:
@@ -93,7 +93,7 @@ class RankCrew:
 
 
 class Scene(RankCrew):
-    """Service, proxy and ranks. With ``store``, the service's state survives restarts."""
+    """A service, a proxy and ranks. With ``store``, the service's state survives restarts."""
 
     def __init__(self, folder: Path, *, store: bool = True, **changes: Any) -> None:
         kept = ("--store", str(folder / "state.sqlite3") if store else ":memory:")
@@ -137,7 +137,7 @@ class Scene(RankCrew):
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), PATIENCE)
 
     def wait_for_word(self, *texts: str) -> None:
-        """Wait until the service's log contains one of these texts.
+        """Wait until the service's log contains one of these strings.
 
         The log is used because a later plan soon hides a problem in the status.
         """
@@ -146,7 +146,7 @@ class Scene(RankCrew):
         )
 
     def wait_for_metric(self, name: str, least: float, **labels: str) -> None:
-        """Wait until the metric is at least this high, because /metrics lags slightly behind the events."""
+        """Wait until the metric reaches this value, because /metrics lags slightly behind the events."""
         self.service.wait_until(lambda _: self.service.metric(name, **labels) >= least, PATIENCE)
 
     def wait_for_ranks(self) -> None:

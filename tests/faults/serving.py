@@ -1,6 +1,7 @@
-"""Ranks that serve drifting heat beside a never-balanced twin, and inject faults into themselves on request.
+"""Ranks that serve drifting heat beside a twin that is never balanced, and inject faults into themselves on request.
 
-A test requests a fault with a file ``RANK.FAULT`` in the scene's folder. Each rank checks for one at every step.
+A test requests a fault by creating a file ``RANK.FAULT`` in the scene's directory. Each rank looks for such files at
+every step.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ STEP_SECONDS = 0.003
 HOT_SECONDS, CALM_SECONDS = 1.5, 15.0
 """Time for which an expert stays the hottest.
 
-The longer time is used once a file ``calm`` exists, so that the moves of slow hosts also pay off.
+The longer time applies once the file ``calm`` exists, so that moves pay off on slow hosts as well.
 """
-# Seconds. A busy machine may delay a step, but by far less than the shortest vote deadline.
+# Seconds. A busy machine may delay a step, but by much less than the shortest vote deadline.
 LONGEST_STEP = 20.0
 TOKENS = 12
 _SAMPLE_STEPS = 200
 AHEAD = (1, 3, 6)
-"""Maximum number of passes by which each rank's host may run ahead of its device."""
+"""Maximum number of passes that each rank's host may run ahead of its device."""
 
 CALLS = {"miss-call": 0, "double-call": 2}
-"""Number of agent calls that a host with this fault makes after the next forward pass."""
+"""Number of agent calls that a host makes after the next forward pass, by fault."""
 
 
 @dataclass(frozen=True)
 class Manners:
-    """How hosts start and end.
+    """Ways in which hosts start and end.
 
-    Each rank's first forward pass starts ``late`` seconds after the agents have met. All ranks drain and then close,
+    Each rank runs its first forward pass ``late`` seconds after the agents have met. All ranks drain and then close,
     unless ``exits`` is given: each rank then closes after its own number of seconds, even while a plan is in progress.
     Hosts run ``ahead`` of their devices by that number of passes.
     """
@@ -62,7 +63,7 @@ WELL_BEHAVED = Manners()
 
 @dataclass(frozen=True)
 class Sample:
-    """Resources of a rank's process at a step: resident memory, file descriptors and threads."""
+    """Resources in use by a rank's process at a step: resident memory, file descriptors and threads."""
 
     megabytes: float
     files: int
@@ -91,7 +92,7 @@ class Facts:
 
 
 def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners = WELL_BEHAVED) -> Facts:
-    """Serve until the file ``stop`` appears. The ranks agree on the end with a collective."""
+    """Serve until the file ``stop`` appears. The ranks use a collective to stop at the same step."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
@@ -118,7 +119,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     while more:
         hot_seconds = CALM_SECONDS if (Path(folder) / "calm").exists() else HOT_SECONDS
         hot = int((time.monotonic() - began) / hot_seconds) % live.EXPERTS
-        # A rank without tokens takes part as well.
+        # A rank without tokens also takes part in the step.
         tokens = 0 if rank == 0 and steps % 5 == 0 else TOKENS
         other_T = generator.integers(1, live.EXPERTS, size=tokens)
         ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
@@ -161,7 +162,7 @@ def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
 
 
 def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST_STEP) -> None:
-    """Check for correct outputs, one placement, no delayed step, and a consistent history after every fault."""
+    """Check that the faults left outputs correct, placements equal, steps prompt, and histories consistent."""
     assert max(fact.worst for fact in facts) < 1e-5
     assert len({(fact.epoch, fact.digest) for fact in facts}) == 1
     assert all(fact.same_addresses for fact in facts)
@@ -213,7 +214,7 @@ def _die(thread: threading.Thread) -> None:
 def _kill_transfer_thread(agent: Agent) -> None:
     transfers = agent._switch.transfers
     _die(transfers._thread)
-    # The exception is raised when the thread next runs Python, so give it a job to wake up for.
+    # The exception is raised when the thread next runs Python code, so give it a job to wake it up.
     transfers._jobs.put(None)
 
 
@@ -225,7 +226,7 @@ def _kill_stream_thread(agent: Agent) -> None:
 
 
 def _break_heat_at_a_commit(agent: Agent) -> None:
-    """Make this rank fail to copy its heat at the next commit."""
+    """Make this rank's copy of its heat fail at the next commit."""
 
     def fail() -> None:
         raise OSError("the heat cannot be copied")

@@ -1,8 +1,8 @@
 """Serve for minutes under random faults, then check the recorded histories for violated guarantees.
 
 For half of the time, one group of ranks serves with hosts that run ahead of their devices. Its memory and file
-descriptors must not grow. Groups of a minute each follow. They start late and leave in any order, and most of their
-hosts run ahead as well. Every output is compared with the output of a layer that is never switched.
+descriptors must not grow. Groups of a minute each follow. Their ranks start late and leave in any order, and most of
+their hosts also run ahead. Every output is compared with that of a layer that is never switched.
 
 Run ``python -m tests.faults.soak [--seconds 600] [--seed N]`` or ``make soak``. The seed is printed; the same seed
 requests the same faults in the same order. The exit code is 1 if any check failed.
@@ -28,7 +28,7 @@ from tests.faults.scene import PATIENCE, RANKS, Scene
 from tests.faults.serving import AHEAD, Facts, Manners, check_served
 
 LONGEST_STEP = 60.0
-"""Longest allowed step in seconds. A rank that sleeps or is frozen delays votes as much as it delays the model.
+"""Longest allowed step in seconds. A sleeping or frozen rank delays votes as much as it delays the model.
 
 No other fault may delay a step.
 """
@@ -36,7 +36,7 @@ KINDS = ("vote", "transfer", "commit", "abort")
 SHORT_ROUND = 60.0
 VOTE_TIMEOUT = 5.0
 MORE_MEGABYTES, MORE_FILES, MORE_THREADS = 40.0, 24, 12
-"""Allowed growth of the medians from the second to the last quarter of a long round.
+"""Allowed growth of the medians between the second and the last quarter of a long round.
 
 It leaves room for links that are just being closed.
 """
@@ -102,7 +102,7 @@ def _known(scene: Scene) -> str:
 def serve_round(
     folder: Path, seconds: float, random_: random.Random, manners: Manners
 ) -> tuple[Counter[str], list[Facts]]:
-    """Serve with a fault every few seconds. Return the injected faults and the facts of the ranks."""
+    """Serve with a fault every few seconds. Return the injected faults and the ranks' facts."""
     done: Counter[str] = Counter()
     with Scene(
         folder,
@@ -136,7 +136,7 @@ def serve_round(
 
 
 def check_flat(facts: list[Facts]) -> None:
-    """Check that no rank uses more memory, files or threads in the last quarter than in the second."""
+    """Check that no rank uses noticeably more memory, files or threads in the last quarter than in the second."""
     for rank, fact in enumerate(facts):
         quarter = len(fact.samples) // 4
         if not quarter:
@@ -152,7 +152,7 @@ def check_flat(facts: list[Facts]) -> None:
 
 
 def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[list[Facts]]]:
-    """Run all rounds. Return the injected faults and the ranks' facts of each round."""
+    """Run all rounds. Return the injected faults, and the ranks' facts from each round."""
     random_ = random.Random(seed)
     done: Counter[str] = Counter()
     rounds: list[list[Facts]] = []

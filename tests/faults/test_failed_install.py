@@ -22,7 +22,7 @@ RANKS = 3
 def _serve(how: str) -> tuple[str, int, float]:
     """Make the install on rank 1 fail.
 
-    Return each rank's error, its number of passes so far, and the duration of the last pass.
+    Return each rank's error, the number of passes that it has run, and the duration of its last pass.
     """
     agent, layers, still = live.start(1)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.005)

@@ -1,4 +1,4 @@
-"""Tests that the second service takes over after a crash or an upgrade of the first without losing a placement."""
+"""Tests that a second service takes over when the first crashes or is upgraded, without losing a placement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.e2e.service import Service, free_address
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 _FAILOVER_SECONDS = 60.0
-"""Upper bound for a machine many times slower than one that fails over in two seconds."""
+"""Upper bound that leaves room for a slow machine; failover usually takes two seconds."""
 
 
 def serving(folder: Path, name: str, address: str) -> Service:
-    """Return a real service, leading or standing by, that shares the folder's lease and store with other services."""
+    """Return a real service, leader or standby, that shares the directory's lease and store with other services."""
     (folder / name).mkdir()
     shared = ("--store", f"{folder}/store.sqlite3", "--lease", f"file:{folder}/lease")
     often = ["--decision-interval", "32", "--window-steps", "32", "--threads", "1", "--cpu-share", "100"]
@@ -83,7 +83,7 @@ async def test_a_crash_and_an_upgrade_change_only_the_leader(tmp_path: Path) -> 
             after_upgrade = (await rejoined(group))[0].leader_term
             assert after_upgrade > after_crash
             await check_placement(group)
-            # The service decides as before: the plan after the change of leaders is carried out.
+            # The new leader keeps deciding: plans offered after the failover are carried out.
             for number in range(4):
                 await group.send_heat(skewed_heat(8, seed=50 + number)[:, :, ::-1].copy())
             epoch = group.live.epoch

@@ -1,4 +1,4 @@
-"""Tests that outputs do not change, no rank exits, and layers switch again after hosts, links or ranks misbehave."""
+"""Tests that if hosts, links or ranks misbehave, outputs do not change, no rank exits, and layers switch again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
 RANKS = 3
-# Seconds. One call waits at most for a frozen peer or for the vote deadline; the rest allows for a busy machine.
+# Seconds. At worst, a call waits for a frozen peer or for the vote deadline; the rest of the time allows for a busy
+# machine.
 LONGEST_CALL = 30.0
 
 
@@ -24,7 +25,7 @@ LONGEST_CALL = 30.0
 def survived(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Any]]:
-    """Start the ranks once for all experiments. Return the folder of their histories and each rank's results."""
+    """Start the ranks once for all experiments. Return the directory with their histories, and each rank's results."""
     history = tmp_path_factory.mktemp("history")
     return history, run_ranks(RANKS, live_through_all, str(history), request.param, deadline=1400)
 

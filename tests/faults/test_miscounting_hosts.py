@@ -1,4 +1,4 @@
-"""Tests of hosts that miscount: ranks with different counts agree on one, and a stuck count only costs seconds."""
+"""Tests of hosts that miscount passes: ranks reconcile different counts, and a stuck count costs only seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MISCOUNTS = {
     "every counter restarts": (40, -40, -40),
     "the counter of one rank restarts": (40, 0, -40),
 }
-"""Agent call before which each fault changes the count of forward passes, and the change on each rank."""
+"""For each fault: the agent call before which the count of forward passes changes, and the change on each rank."""
 
 
 def _serve(fault: str, epoch: int) -> dict[str, Any]:
-    """Serve while the counts of some ranks are wrong, and offer one plan after another to every rank."""
+    """Serve while some ranks' counts are wrong, and offer every rank one plan after another."""
     vote_module._SUSPICION_SECONDS = 0.5
     reformation._INITIAL_BACKOFF_SECONDS = 0.05
     agent, layers, still = live.start(1, commit_timeout_seconds=0.5)

@@ -1,4 +1,4 @@
-"""Tests that no plan from a service can corrupt a token, and that rejections state a reason."""
+"""Tests that no plan from a service can corrupt a token, and that each rejection gives a reason."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ranks_reconnect_after_an_oversized_plan_ends_their_streams(tmp_path: Pa
 
 @pytest.mark.faults
 def test_continually_replaced_plans_leave_all_ranks_with_one_placement(tmp_path: Path) -> None:
-    """The service replaces its plan continually. Some plans are carried out, but never partially."""
+    """Some of the plans are carried out, but none of them partially."""
     with (
         RogueService(RANKS) as service,
         RankCrew(tmp_path, service.address, offer_deadline_steps=8, bytes_per_step=2000) as crew,

@@ -1,6 +1,6 @@
 """Tests that the model keeps serving when a rank's threads, links or memory fail.
 
-Balancing may stop, but then it reports the reason.
+Balancing may stop, but then the reason is reported.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def test_balancing_resumes_after_a_dead_stream_thread_lost_votes_or_a_sleep(
             time.sleep(2.0 / len(ranks))
         scene.wait_for_ranks()
         scene.wait_for_switches(2)
-        # Steps take far less than the timeout, so the ranks detect broken links instead of waiting for them.
+        # Steps take much less time than the timeout, which shows that ranks detect broken links instead of waiting for
+        # them.
         scene.end_well()
 
 
-# The layer has been voted in at a commit, so other ranks route to it even if this rank fails.
+# By the time of the commit, the vote has passed, so other ranks use the layer's new layout even if this rank fails.
 @pytest.mark.parametrize("fault", ["kill-transfer-thread", "break-heat-at-a-commit"])
 def test_layers_switch_again_after_an_agent_error_on_one_rank(fault: str, tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:

@@ -15,7 +15,7 @@ from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# Slow enough that a plan stays in progress for a while.
+# Slow enough for a plan to stay in progress for a while.
 SLOWLY = {"bytes_per_step": 3000}
 
 
@@ -75,7 +75,7 @@ def test_the_lead_command_overcomes_a_clock_that_was_once_wrong(tmp_path: Path) 
         store = tmp_path / "state.sqlite3"
         scene.service.kill()
         with sqlite3.connect(store) as database:
-            # As if the service had run with its clock set to the year 2106.
+            # This simulates a service that once ran with its clock set to the year 2106.
             database.execute("UPDATE service SET leader_term = ?", (1 << 52,))
         database.close()
         scene.service.start()

@@ -1,4 +1,4 @@
-"""Every decoder of untrusted input by name, with its call, valid inputs, and the errors that it may raise."""
+"""All decoders of untrusted input, by name, each with its function, valid inputs, and the errors that it may raise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EDITS = st.lists(
 
 
 def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
-    """Return the valid bytes with damage that a bad link or program could cause."""
+    """Return the valid bytes with damage of the kind that a faulty link or program could cause."""
     changed = bytearray(data)
     for kind, where, piece in edits:
         at = where % (len(changed) + 1)
@@ -83,8 +83,7 @@ def outcome_of(decoder: Decoder, data: bytes) -> str:
     """Return the error message, or "" if there was no error.
 
     Any other error, and an error without a message, is a bug. A warning is a bug as well, except for two numpy warnings
-    that a damaged header can cause: the deprecated name of a type, which Python hides from users, and Python 2 number
-    syntax.
+    that a damaged header can cause: a deprecated type name, which Python hides from users, and Python 2 number syntax.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -145,7 +144,7 @@ def read_ballot(data: bytes) -> object:
 
 @cache
 def _folder() -> Path:
-    """Return the folder for the inputs of file readers, which is removed when the process exits."""
+    """Return a directory for inputs to file readers, which is removed when the process exits."""
     place = tempfile.TemporaryDirectory(prefix="eplb-fuzz-")
     _kept.append(place)
     return Path(place.name)
@@ -159,7 +158,7 @@ def _file(name: str, data: bytes) -> Path:
 
 
 def trace_files() -> list[bytes]:
-    """Return arrays, a table, and the lines that vLLM, Megatron and a SGLang client append."""
+    """Return trace files: arrays, a table, and the lines that vLLM, Megatron and an SGLang client append to a log."""
     import torch
 
     heat_TLE = np.arange(24).reshape(4, 2, 3)
@@ -197,14 +196,14 @@ def placements() -> list[bytes]:
 
 
 def read_placement_bytes(data: bytes) -> object:
-    """Read a placement file. The first eight bytes are its name, whose suffix determines the format."""
+    """Read a placement file. The first eight bytes are the file's name, whose suffix determines the format."""
     suffix = {b"j": ".json", b"y": ".yaml", b"p": ".pt", b"l": ".jsonl"}.get(data[4:5], ".npz")
     return read_placement(_file(f"placement{suffix}", data[8:]), EXPERTS, RANKS)
 
 
 @cache
 def _native() -> Path:
-    """Return a native trace in which one file is replaced at a time."""
+    """Return a native trace, whose files ``read_native`` replaces one at a time."""
     path = _folder() / "native.eplb-trace"
     with TraceWriter(path, TraceFacts(origin="fuzz"), 2, 3) as writer:
         writer.append(np.arange(24).reshape(4, 2, 3))
@@ -297,7 +296,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "trace file": Decoder(
         trace_files,
-        # Only the lines of a SGLang client need the number of choices. The other formats reject it.
+        # Only an SGLang client's lines need the number of choices. The other formats reject it.
         lambda data: read_heat(_file("trace", data), ReadAs(top_k=1 if b"meta_info" in data else None)),
         (HeatError,),
     ),

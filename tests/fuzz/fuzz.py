@@ -1,8 +1,8 @@
-"""Fuzz every decoder, guided by coverage: ``make fuzz`` or ``python -m tests.fuzz.fuzz [--seconds 60] [--seed N]``.
+"""Coverage-guided fuzzing of every decoder: ``make fuzz`` or ``python -m tests.fuzz.fuzz [--seconds 60] [--seed N]``.
 
-atheris is installed in a separate virtual environment, ``.venv-fuzz``, which the first call creates. Time and memory
-are bounded, and the seed is printed. Inputs that break a decoder are stored in ``fuzz-findings/`` with the command that
-reproduces the failure.
+atheris is installed in a separate virtual environment, ``.venv-fuzz``, which the first run creates. Time and memory are
+bounded, and the seed is printed. An input that breaks a decoder is stored in ``fuzz-findings/``, and the command that
+reproduces the failure is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_MEGABYTES = 2048
 
 
 def main() -> None:
-    """Fuzz the decoders. The exit code is 1 if a decoder was broken, and 2 if atheris is not available."""
+    """Fuzz the decoders. Exit with code 1 if an input broke a decoder, and 2 if atheris is not available."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=20, help="for each decoder (20)")
     parser.add_argument("--seed", type=int, help="of the inputs (by default from the clock)")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Create an environment with atheris that also finds this environment's packages.
+    """Create an environment with atheris that can also import this environment's packages.
 
     Exit with code 2 if that fails.
     """

@@ -1,4 +1,4 @@
-"""Run one decoder under atheris, with inputs that grow towards uncovered code. Started by ``tests.fuzz.fuzz``.
+"""Run one decoder under atheris, which mutates inputs towards uncovered code. ``tests.fuzz.fuzz`` starts it.
 
 ``python -m tests.fuzz.guided DECODER LIBFUZZER_OPTIONS CORPUS``, in an environment that has atheris.
 """

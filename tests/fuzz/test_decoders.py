@@ -34,7 +34,7 @@ def test_damaged_bytes_and_noise_decode_or_raise_one_clear_error(
 
 
 def test_a_small_message_cannot_allocate_much_memory() -> None:
-    """The decoder does not allocate memory for the size that a message claims."""
+    """The decoder does not trust the size that a message claims."""
     claims = tensor_pb2.PackedArray(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1 << 31, 5], data=b"x")
     tracemalloc.start()
     with pytest.raises(WireError):

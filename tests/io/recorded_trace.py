@@ -1,4 +1,4 @@
-"""Facts of the deployment that the recording tests use."""
+"""Facts about the deployment that the recording tests use."""
 
 from eplb_service.io.trace import TraceFacts
 

@@ -1,4 +1,4 @@
-"""Tests of ambiguous arrays: the error asks for an option, and that option decides how the file is read."""
+"""Tests of ambiguous arrays: the error asks for an option, and the option determines how the file is read."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from eplb_service.io.open_trace import read_heat
 from tests.io.traces import refusal
 
 MAX_BYTES = 300 << 20
-"""Limit on the memory that rejecting a file may use, in bytes."""
+"""Maximum memory that rejecting a file may use, in bytes."""
 
 
 @pytest.fixture(autouse=True)
 def _memory_of_64_gib(monkeypatch):
-    """Simulate 64 GiB of memory, because a smaller machine may reject the files for lack of memory."""
+    """Simulate 64 GiB of memory, because a smaller machine might reject the files for lack of memory."""
     monkeypatch.setattr("eplb_service.io.containers.os.sysconf", lambda _: 1 << 18)
 
 
@@ -55,7 +55,7 @@ def stride_0(count):
 
 
 def shared(levels):
-    """Return a pickle of nested lists, each 64 times the same list: 64^levels numbers in a few hundred bytes."""
+    """Return a pickle of nested lists that each contain one list 64 times: 64^levels numbers in a few hundred bytes."""
     value = [1] * 64
     for _ in range(levels - 1):
         value = [value] * 64

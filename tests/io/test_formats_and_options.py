@@ -45,7 +45,7 @@ def model_map() -> Any:
 
 
 def routes() -> Any:
-    """Return two different choices for each of 6 tokens in the MoE layers, and zeros in the dense layers."""
+    """Return two distinct choices for each of 6 tokens in the MoE layers, and zeros in the dense layers."""
     chosen_KLC = np.zeros((STEPS, LAYERS, 2), dtype=np.int64)
     chosen_KLC[:, MOE] = [[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 3], [0, 1]]] * 2
     return chosen_KLC
@@ -158,7 +158,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "Megatron's routes": (text("router.jsonl", *MEGATRON_RECORDS), {"experts"}),
     "responses": (text("a.jsonl", *RESPONSES), {"experts", "batch", "top_k"}),
 }
-"""Writer of a file in each format, and the options that its reader uses."""
+"""For each format, a function that writes a file, and the options that its reader uses."""
 OPTIONS: dict[str, tuple[Any, str]] = {
     "meaning": ("weights", "--as"),
     "phy2log": (model_map()[:, ::-1], "--map"),
@@ -174,7 +174,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def outcome_of(path: Path, **options: Any) -> str:
-    """Return the facts and heat of a file, or the message of its rejection."""
+    """Return a file's facts and heat, or the error message if it is rejected."""
     try:
         trace = open_trace(path, ReadAs(**options))
         return f"{trace.facts} {trace.heat(0, trace.steps).tolist()}"
@@ -242,7 +242,7 @@ def test_a_placement_is_not_read_as_tokens(placement: Any, tmp_path: Path) -> No
 
 
 class Entry:
-    """A stand-in for an entry point of an installed package."""
+    """A stand-in for an installed package's entry point."""
 
     def __init__(self, name: str, read: Any) -> None:
         self.name = name
@@ -302,7 +302,7 @@ def test_a_failing_reader_names_its_package(read: Any, message: str, installed: 
 
 
 def map_file(folder: Path, format: str, numbers: tuple[int, ...], draft_layers: int = 0) -> Path:
-    """Write a placement file with the rows of ``model_map`` for these model layers."""
+    """Write a placement file that contains the rows of ``model_map`` for these model layers."""
     suffix = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}.get(format, ".json")
     placement = Placement(model_map()[list(numbers)].reshape(len(numbers), 3, 2), EXPERTS)
     path = folder / f"map{suffix}"
@@ -318,7 +318,7 @@ SLOTS = {
         "a.jsonl", *({**record, "p2l_map": model_map()[:, ::-1].tolist()} for record in VLLM_RECORDS)
     ),
 }
-"""Formats with tokens by slot and a missing or wrong map."""
+"""Formats with tokens by slot, whose map is missing or wrong."""
 
 
 @pytest.mark.parametrize("name", SLOTS)

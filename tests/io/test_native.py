@@ -1,4 +1,4 @@
-"""Tests of native traces: round trips in any slices, crashes that lose at most one batch, and damage."""
+"""Tests of native traces: round trips with any slicing, crashes that lose at most one batch, and damage."""
 
 import gzip
 import json
@@ -82,7 +82,7 @@ def placements(epoch):
 
 
 def by_slot(path, known_epochs=(0, 5)):
-    """Record a trace in which layer 1 switches at step 60; return its folder and its heat by expert."""
+    """Record a trace in which layer 1 switches at step 60, and return its directory and its heat by expert."""
     slot_heat_TLP = RNG.integers(0, 50, (100, LAYERS, RANKS * SLOTS))
     epoch_TL = np.zeros((100, LAYERS), dtype=int)
     epoch_TL[60:, 1] = 5

@@ -1,4 +1,4 @@
-"""Tests that a trace of any format is recognised by its content and read correctly."""
+"""Tests that a trace in any format is recognised by its content and read correctly."""
 
 import json
 

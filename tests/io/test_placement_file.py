@@ -157,7 +157,7 @@ def test_vllm_files_name_layers_as_text_and_have_one_placement(tmp_path):
 
 
 NUMBERED = {"npz": ".npz", "sglang": ".json", "tensorrt-llm": ".yaml"}
-"""Formats with the model's layer numbers, and their suffixes."""
+"""Formats that contain the model's layer numbers, and their suffixes."""
 
 
 def different_layers(count):
@@ -181,7 +181,7 @@ def test_layers_are_matched_by_their_numbers(tmp_path, format, written, missing)
     placement = different_layers(3)
     write_placement(path, placement, placement.default_log2phy(), format, written)
     if format == "sglang" and max(written) >= 5:
-        # This format has a row for each layer of the model. Dense layers list the experts in order.
+        # This format has a row for every model layer. Dense layers list the experts in order.
         read = read_placement(path, 6, 4, (3, 4, 5))
         rows = dict(zip(written, placement.phy2log_LRS.tolist(), strict=True))
         in_order = (np.arange(8) % 6).reshape(4, 2).tolist()

@@ -1,4 +1,4 @@
-"""Tests of recording: reports are stored unchanged under the placements of their epochs, without guesses."""
+"""Tests of recording: reports are stored unchanged under their epochs' placements, and nothing is guessed."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def report(rank, first, last, epochs=(0, 0), dummy=False):
 
 
 def source_report(rank, first, source_TLE, epochs=(0, 0)):
-    """Return a report of a rank that does not count tokens by slot."""
+    """Return a report from a rank that does not count tokens by slot."""
     phase_T = np.full(len(source_TLE), StepPhase.DECODE, dtype=np.uint8)
     return HeatReport(first, epochs, None, phase_T, source_TLE)
 
@@ -46,7 +46,7 @@ def by_expert(counts_TLRS, placement):
 
 
 def add_reports(recorder, first, last, ranks=range(RANKS), by=None, **options):
-    """Add reports of ``by`` steps each, or one report of all steps, from each rank."""
+    """Add reports of ``by`` steps each from every rank, or one report of all steps."""
     for start in range(first, last, by or last - first):
         for rank in ranks:
             recorder.add(rank, report(rank, start, start + (by or last - first), **options))
@@ -195,7 +195,7 @@ def test_uncounted_slots_are_derived_from_sources_and_tables(deals):
     for rank in range(RANKS):
         recorder.add(rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
         recorder.add(rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
-    # The switch of layer 1 is reported after the tokens counted under it.
+    # Layer 1's switch is reported after tokens that were counted under the new layout.
     recorder.place(1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
     trace = recorded(recorder)
     assert np.array_equal(trace.heat(0, 20), source_TLRE.sum(axis=2, dtype=int))

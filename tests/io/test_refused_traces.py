@@ -1,4 +1,4 @@
-"""Tests of damaged, hostile and contradictory traces: one error line that names the file."""
+"""Tests that damaged, hostile and contradictory traces produce a one-line error that names the file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of torch files: exact values, rejection of hostile files, and no execution of their code."""
+"""Tests of torch files: values are exact, and hostile files are rejected without executing their code."""
 
 import io
 import pickle
@@ -105,7 +105,7 @@ class StoragePickler(pickle.Pickler):
 
 
 def tensor_program(size, stride, offset=0, count=4, kind=torch.FloatStorage, key="0"):
-    """Return a pickle of one tensor with this geometry."""
+    """Return a pickle of one tensor with this size, stride and offset."""
     file = io.BytesIO()
     storage = Storage(("storage", kind, key, "cpu", count))
     StoragePickler(file, protocol=2).dump(Rebuilt(storage, offset, size, stride, False, OrderedDict()))

@@ -1,4 +1,4 @@
-"""Heat that the tests write in every format, and helpers for slots and errors."""
+"""Heat that tests write in every format, and helpers for slots and errors."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ def by_expert(slots_TLP, phy2log_LP, experts):
 
 
 def slots_of(heat_TLE, phy2log_LP):
-    """Return tokens by slot that sum to ``heat_TLE``. Earlier replicas get a third each, the last one the rest."""
+    """Return tokens by slot that sum to ``heat_TLE``.
+
+    Each earlier replica gets a third of the tokens, and the last replica gets the rest.
+    """
     slots_TLP = np.zeros((len(heat_TLE), *phy2log_LP.shape), dtype=np.int32)
     for layer, phy2log_P in enumerate(phy2log_LP):
         for expert in range(heat_TLE.shape[2]):

@@ -1,4 +1,4 @@
-"""Tests that a checkpoint written by transformers gives the same logits as transformers, for any placement."""
+"""Tests that a checkpoint written by transformers gives the same logits as in transformers, for any placement."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def placement(ranks: int, seed: int = 0) -> Placement:
 def test_logits_equal_those_of_transformers(
     name: str, dispatcher: str, tensor_parallel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Compare logits on two groups of ranks with separate requests.
+    """Compare logits on two groups of ranks that have separate requests.
 
-    The ranks of a group share requests and dispatched tokens.
+    The ranks in a group share requests and dispatched tokens.
     """
     folder = write_checkpoint(tmp_path, name)
     tokens_BT = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(0))

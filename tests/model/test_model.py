@@ -82,7 +82,7 @@ def test_every_combination_of_options_gives_the_same_logits(
     weights = Checkpoint(write_small_model(tmp_path / "small"))
     # One more row on the first rank.
     tokens_BT = _tokens(ROWS + 1, 6)
-    # Grouped experts have no replicas, and each rank has one group.
+    # Grouped experts have no replicas, and each rank holds one group.
     slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
     alone, _ = expert_parallel(
         weights,
@@ -117,9 +117,9 @@ def test_every_combination_of_options_gives_the_same_logits(
 def test_a_stepwise_split_runs_the_rounds_for_its_step_size(
     dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all-to-all, ranks do not exchange their sizes.
+    """With all-to-all, ranks do not exchange their batch sizes.
 
-    Without the length they would run the rounds of thousands of choices.
+    Without a known length, they would run as many rounds as thousands of choices require.
     """
     sizes: set[int] = set()
     rounds_for = stepwise.rounds_for
@@ -134,7 +134,7 @@ def test_a_stepwise_split_runs_the_rounds_for_its_step_size(
         _decoded(model, _tokens(3 + group.rank, 2))
 
     run_simulated(2, serve)
-    # Two ranks of four rows, or of two rows in each half, with two choices each.
+    # Two ranks, each with four rows (or two rows in each half), with two choices per row.
     assert sizes == {2 * 2 * 2 if dual_batch else 2 * 4 * 2}
 
 

@@ -41,7 +41,7 @@ MODELS = {
 
 
 def write_checkpoint(folder: Path, name: str, **more: Any) -> Path:
-    """Write random weights to one or several files, as transformers splits them."""
+    """Write random weights to one or more files, split as transformers splits them."""
     transformers = pytest.importorskip("transformers")
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**(SIZES | sizes | more))

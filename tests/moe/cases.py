@@ -66,11 +66,11 @@ class Case:
         return (lambda expert: tuple(weight[:, 0] for weight in weights(expert))) if self.biased else None
 
     def dense(self) -> DenseMoE:
-        """The dense twin whose outputs the layer must equal."""
+        """The dense twin whose outputs the layer must match."""
         return DenseMoE(self.shape, seeded_experts(self.shape, self.seed), dtype=self.dtype)
 
     def placement(self, draw: int = 0) -> Int32:
-        """Return a random valid placement ``[R, S]`` that depends on ``draw``. Grouped experts stay on their rank."""
+        """Return a random valid placement ``[R, S]``, seeded by ``draw``. Grouped experts stay on their rank."""
         rng = np.random.default_rng((self.seed, draw))
         if self.dispatcher == "moge":
             groups_RS = np.arange(self.experts, dtype=np.int32).reshape(self.ranks, self.slots)
@@ -85,7 +85,7 @@ class Case:
         return phy2log_RS
 
     def tables(self, draw: int = 0) -> Int32:
-        """Return random valid log2phy tables, equal on all ranks if the dispatcher requires it.
+        """Return random valid log2phy tables, which are equal on all ranks if the dispatcher requires it.
 
         The shape is ``[R, E]``, or ``[R, E, D]`` for dealing tables with several entries.
         """
@@ -100,7 +100,7 @@ class Case:
         return without_single_entries(np.array(tables_RE, dtype=np.int32))
 
     def step(self, rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the hidden states, top-k ids (int32) and weights of a rank's tokens in a step."""
+        """Return the hidden states, top-k ids (int32) and router weights of a rank's tokens in a step."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + step * 100 + rank)
         count = self.tokens[rank]
         hidden_TH = torch.randn(count, self.hidden, generator=generator)
@@ -114,7 +114,7 @@ class Case:
 
 
 def shared_weights(case: Case, gated: bool = False) -> tuple[ExpertWeights, torch.Tensor | None]:
-    """Return shared experts as wide as one of the case's experts and in its dtype, and their gate if ``gated``."""
+    """Return shared experts with the width and dtype of the case's experts, and their gate if ``gated``."""
     w13_IH, w2_HI = seeded_experts(replace(case, experts=1).shape, seed=99)(0)
     weights = ExpertWeights(w13_IH.unsqueeze(0).to(case.dtype), w2_HI.unsqueeze(0).to(case.dtype))
     return weights, torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None
@@ -202,7 +202,7 @@ def alone(case: Case, options: LayerOptions | None = None, **more: Any) -> Exper
 
 
 def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list[int]:
-    """Return the physical slots of all ranks' real choices, by using each source's table entries in turn.
+    """Return the physical slots for all ranks' real choices, using each source's table entries in turn.
 
     ``chosen`` lists each rank's experts in token order. Ranks that share tokens are one source.
     """
@@ -221,7 +221,7 @@ def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list
 def hand_counts(
     case: Case, step: int = 0, draw: int = 0, active: list[torch.Tensor] | None = None
 ) -> tuple[Int32, Int32]:
-    """Return the tokens that each slot receives ``[R, S]`` and that each rank sends by logical expert ``[R, E]``.
+    """Return the tokens that each slot receives, ``[R, S]``, and that each rank sends per logical expert, ``[R, E]``.
 
     ``active`` marks each rank's real tokens, bool ``[T]``.
     """

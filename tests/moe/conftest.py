@@ -1,4 +1,4 @@
-"""Fixture of one group of eight ranks, shared by all tests of the layer. A case uses some or all of the ranks."""
+"""Fixture for a group of eight ranks that all layer tests share. A case uses some or all of the ranks."""
 
 from __future__ import annotations
 

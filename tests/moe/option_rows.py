@@ -1,4 +1,4 @@
-"""A layer's options, a table that covers every pair of them, and the layer, step and expected output of each row."""
+"""A layer's options, a table that covers every pair of them, and each row's layer, step and expected output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_TOKENS = 5
 
 
 def allowed(row: Row) -> bool:
-    """Return whether these options, some of which may be missing, can be combined."""
+    """Return whether these options can be combined. Some options may be missing."""
     if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
         return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
@@ -65,7 +65,7 @@ def allowed(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of one rank's call. Ranks that share tokens have the same inputs."""
+    """The inputs to one rank's call. Ranks that share tokens have the same inputs."""
 
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     active: torch.Tensor | None
@@ -84,7 +84,7 @@ class Step:
     def real_T(self) -> torch.Tensor:
         """Tokens whose outputs are not zero by definition.
 
-        A mask by choice still leaves every token its shared experts.
+        Even if all of a token's choices are masked, its shared experts contribute.
         """
         if self.phase is StepPhase.DUMMY or (self.active is not None and self.active.ndim == 1):
             return self.real_TK.any(dim=1)
@@ -188,7 +188,7 @@ def call(layer: ExpertParallelMoE, row: Row, step: Step, length: int | None) -> 
 
 
 def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch.Tensor]]]:
-    """Return each rank's real choices by micro-batch, only for tokens whose source it is: ``[R][batches]``."""
+    """Return each rank's real choices per micro-batch, only for tokens of which it is the source: ``[R][batches]``."""
     tp = row["tensor_parallel"]
     found: list[list[list[torch.Tensor]]] = []
     for rank, step in enumerate(steps):
@@ -209,7 +209,7 @@ def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch
 
 
 def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
-    """Return the dense twin's output in float32 for the real choices, plus the shared experts of the real tokens."""
+    """Return the dense twin's float32 output for the real choices, plus shared experts' output for the real tokens."""
     hidden_TH, ids_TK, weights_TK = step.tokens
     weights_TK = weights_TK * step.real_TK
     if row["weigh_on_input"]:

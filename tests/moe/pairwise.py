@@ -1,4 +1,4 @@
-"""Tables that cover every pair of values of any two options, except pairs that exclude each other."""
+"""Tables that cover every pair of values of any two options, except incompatible pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pairwise(
     """Return rows that together cover every pair of values found in some allowed row.
 
     The search is greedy: each row starts with a missing pair and is completed with the values that cover the most
-    missing pairs. ``allowed`` also judges partial rows, by the options that they contain.
+    missing pairs. ``allowed`` must also judge partial rows, based on the options that they contain.
     """
     rng = random.Random(seed)
     values = [(name, value) for name in options for value in options[name]]

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, which start in milliseconds and use the layer's own exchanges."""
+"""Ranks as threads in this process. They start in milliseconds and use the layer's own exchanges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _here = threading.local()
 
 
 class Exchange:
-    """Rendezvous of the threads of one group. If one thread fails, the other threads fail instead of waiting."""
+    """Rendezvous for one group's threads. If one thread fails, the others fail as well instead of waiting."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=20.0)
@@ -37,7 +37,7 @@ class Exchange:
 
 
 class SimulatedGroup(RankGroup):
-    """One rank's view of the ranks of an ``Exchange``."""
+    """One rank's view of the group that an ``Exchange`` connects."""
 
     def __init__(self, exchange: Exchange, rank: int, name: str = "simulated") -> None:
         super().__init__(None)
@@ -52,7 +52,7 @@ class SimulatedGroup(RankGroup):
 
     @classmethod
     def named(cls, name: str) -> RankGroup:
-        """Replaces ``RankGroup.named`` for operators that find their group by name."""
+        """Replacement for ``RankGroup.named``, for operators that look up their group by name."""
         group: RankGroup = _here.groups[name] if name else RankGroup(None)
         return group
 
@@ -91,7 +91,7 @@ class SimulatedGroup(RankGroup):
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Let operators find simulated groups by name, and limit torch to one thread.
+    """Make operators find simulated groups by name, and limit torch to one thread.
 
     The ranks are threads already, so torch's own threads would only wait.
     """

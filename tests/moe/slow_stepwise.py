@@ -13,7 +13,7 @@ from worker_agent.stepwise_tables import PENALTIES, rounding_dithers
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
-    """Return the product in fractions."""
+    """Return the exact product, as fractions."""
     return [
         sum((Fraction(x) * y for x, y in zip(row, vector, strict=True)), Fraction(0))
         for row in matrix.tolist()
@@ -48,7 +48,7 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
 
 
 def _cut(values: list[Fraction], lengths: list[int]) -> list[list[Fraction]]:
-    """Cut ``values`` into consecutive parts of these lengths."""
+    """Split ``values`` into consecutive parts of these lengths."""
     ends = list(accumulate(lengths))
     assert ends[-1] == len(values)
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -64,5 +64,5 @@ def _rounded(
 
 
 def _hottest(split: StepwiseSplit, way: list[Fraction], first: list[Fraction]) -> Fraction:
-    """Return an upper bound on the ranks' loads, except for a term that is the same for all candidates."""
+    """Return an upper bound on the ranks' loads, up to a term that is the same for all candidates."""
     return max(x + y for x, y in zip(first, product(split.bound_MR.t(), way), strict=True))

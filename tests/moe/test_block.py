@@ -1,4 +1,4 @@
-"""Tests that a block routes as its model defines, and that zero-computation experts cost nothing but still count."""
+"""Tests that a block routes as its model defines, and that zero-computation experts cost nothing but are counted."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
 
 
 def test_balanced_choices_continue_from_rank_to_rank():
-    """With eight ranks of one token each, all 64 experts are chosen, instead of the same eight on each rank."""
+    """With one token on each of eight ranks, all 64 experts are chosen, instead of the same eight on each rank."""
     chosen = [balanced_choices(1, 64, 8, torch.device("cpu"), rank=rank) for rank in range(8)]
     assert sorted(torch.cat(chosen).flatten().tolist()) == list(range(64))

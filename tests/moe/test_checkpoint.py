@@ -1,4 +1,4 @@
-"""Tests that a checkpoint's tensors are loaded into every slot of their expert and no other, cut to the rank's part."""
+"""Tests that a checkpoint's tensors, sliced to the rank's shard, are loaded into exactly their expert's slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> Ex
 
 
 def checkpoint(quantized: bool) -> dict[str, torch.Tensor]:
-    """Return random tensors of all experts, with distinct values in every position."""
+    """Return random tensors for all experts, with a distinct value at every position."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for expert in range(E):

@@ -1,4 +1,4 @@
-"""Tests that mismatched parts and tokens are rejected, and tests of masks, input weights and variants."""
+"""Tests that parts and tokens that do not match are rejected, and tests of masks, input weighting and variants."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_mc2_buffer_size_on_an_npu_is_read_from_hccl_buffsize(monkeypatch: p
 
 
 def test_a_grouped_token_with_too_many_choices_on_a_rank_becomes_nan():
-    """Ids are not checked on a device, so an expert that has left its group must not go unnoticed."""
+    """Ids are not checked on a device, so an expert outside its group must not go unnoticed."""
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 
     def one_step(group: RankGroup) -> torch.Tensor:

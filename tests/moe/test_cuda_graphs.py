@@ -1,4 +1,4 @@
-"""Tests that a captured step on a GPU equals the CPU's step, uses all in-place updates, and never blocks the host."""
+"""Tests that a captured GPU step matches the step on the CPU, uses all in-place updates, and never blocks the host."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ HIDDEN = 16
 SHAPE = MoEShape(0, EXPERTS, HIDDEN, 24)
 STEPS = 6
 HEAT_ROWS = 4
-"""Lower than the number of steps, so that the rings wrap."""
+"""Number of rows in the heat rings. It is lower than the number of steps, so that the rings wrap around."""
 
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Capture a step, and return its replay and the tensor that every replay writes.
+    """Capture a step, and return a function that replays it and the tensor that every replay writes.
 
-    The step runs twice before the capture, to warm up. The default capture mode forbids other threads some calls that
-    would not affect the capture, and communication libraries have such threads.
+    The step runs twice before the capture, to warm up. The default capture mode forbids other threads to make certain
+    calls, even if these would not affect the capture, and communication libraries have such threads.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -62,7 +62,8 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
-            # Ignore the warning that this mode is a prototype, raised once per process. The mode is set in any case.
+            # Ignore the warning that this mode is a prototype, which is issued once per process. The mode is set in any
+            # case.
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield
@@ -80,7 +81,7 @@ def ids_of(step: int, masked: bool = True) -> torch.Tensor:
 
 
 class OneOfEight(RankGroup):
-    """A rank whose exchange of counts returns the rows of a tensor, with its own row filled in."""
+    """A rank whose exchange of counts returns the rows of a given tensor, with its own row filled in."""
 
     def __init__(self, rank: int, counts_RE: torch.Tensor) -> None:
         super().__init__(None)
@@ -130,7 +131,7 @@ def test_the_split_is_bitwise_equal_on_a_gpu() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration in which the layer reads nothing on the host."""
+    """A layer configuration that reads nothing on the host."""
 
     dispatcher: str
     split: str = "tables"
@@ -157,7 +158,7 @@ LENGTH = TOKENS + 3
 
 
 def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertParallelMoE:
-    """Return a layer with all experts on one rank, by default in the batched format."""
+    """Return a layer with all experts on one rank."""
     shared = None
     if way.shared:
         both = seeded_experts(MoEShape(99, 1, HIDDEN, 24))(0)
@@ -180,7 +181,7 @@ def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertPara
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a step in addition to the layer."""
+    """Inputs to a step, apart from the layer."""
 
     hidden_TH: torch.Tensor
     ids_TK: torch.Tensor
@@ -209,7 +210,7 @@ def step_of(layer: ExpertParallelMoE, inputs: Inputs) -> Callable[[], torch.Tens
 
 
 def move_experts(layer: ExpertParallelMoE, step: int) -> None:
-    """Move the experts to other slots in place, both weights and tables, as an agent does between two steps."""
+    """Move the experts to different slots by updating weights and tables in place, as an agent does between steps."""
     placed_S = np.random.default_rng(step).permutation(EXPERTS).astype(np.int32)
     slot_E = torch.from_numpy(placed_S.argsort().astype(np.int32))
     experts = seeded_experts(SHAPE)
@@ -223,9 +224,9 @@ def move_experts(layer: ExpertParallelMoE, step: int) -> None:
 
 
 def check_captured(way: Way, group: RankGroup | None = None) -> None:
-    """Compare each replay of one captured step with the step of a layer on the CPU.
+    """Compare each replay of a captured step with the same step on the CPU.
 
-    The host must not wait in any step.
+    The host must not wait for the device in any step.
     """
     live = layer_of(way, GPU, group)
     twin = layer_of(way, "cpu")

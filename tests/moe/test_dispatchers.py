@@ -1,4 +1,4 @@
-"""Tests that rows are freed once sent, weighted once, dealt in turn, and rejected if there is no room."""
+"""Tests that rows are freed after they are sent, weighted once, dealt in turn, and rejected if there is no room."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
 def test_a_choice_without_a_row_adds_nothing():
-    """Uninitialised memory is not read either."""
+    """Nor is uninitialised memory read."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)
@@ -37,7 +37,10 @@ def test_a_choice_without_a_row_adds_nothing():
 
 
 def test_each_row_is_used_once_if_fewer_rows_than_choices_return():
-    """The operator documents one row per choice; the rows after the last real one belong to choices without a row."""
+    """The operator is documented to return one row per choice.
+
+    Rows after the last real one belong to choices without a row.
+    """
     taken: list[list[int]] = []
 
     def unpermute(rows_NH: torch.Tensor, row_N: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tests that experts, activations and their views match their definitions, and tests of split shared experts."""
+"""Tests that experts, activations and weight views match their definitions, and tests of split shared experts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CASE = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), intermediate=1
 
 
 def part_of(weights: ExpertWeights, tp: RankGroup) -> ExpertWeights:
-    """Return this rank's rows of gate and up and its columns of down, with the full bias of w2."""
+    """Return this rank's rows of the gate and up matrices and its columns of the down matrix, with the full w2 bias."""
 
     def gate_and_up(both_SI: torch.Tensor) -> torch.Tensor:
         return torch.cat([half.chunk(tp.size, dim=1)[tp.rank] for half in both_SI.chunk(2, dim=1)], dim=1)

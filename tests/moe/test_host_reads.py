@@ -37,7 +37,7 @@ class HostReadError(AssertionError):
 
 
 class NoHostReads(TorchDispatchMode):
-    """Rejects every operation that would wait for a device, although these tests run on a CPU."""
+    """Rejects every operation that would wait for the device if these tests ran on one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         indexed_by_mask = func is aten.index.Tensor and any(
@@ -60,7 +60,7 @@ def no_host_reads() -> Iterator[None]:
 
 
 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exempt an operator or exchange from the check, because it is a single call on a device."""
+    """Exempt an operator or exchange from the check, because on a device it is a single call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         watched, _here.watched = getattr(_here, "watched", False), False
@@ -93,7 +93,7 @@ def _guarded_read(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run one watched step on every rank, with or without the common length.
+    """Run one checked step on every rank, with or without a common length.
 
     Return the outputs and the expected outputs.
     """
@@ -110,7 +110,7 @@ def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def captured() -> list[Row]:
-    """Return one row for each code path of the layer. Their other options differ."""
+    """Return one row for each of the layer's code paths, with varying other options."""
     chosen = {}
     for row in ROWS:
         way = row["dispatcher"], row["kind"], row["split"], row["mc2"]

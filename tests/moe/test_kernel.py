@@ -1,4 +1,4 @@
-"""Tests that the kernel composes matching parts, overlaps other work with the exchange, and frees rows after use."""
+"""Tests that the kernel combines compatible parts, overlaps other work with the exchange, and frees rows after use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mismatched_activation_formats_are_rejected():
 
 
 class Recorded:
-    """Work beside the kernel that records when it ran and which rows still exist while outputs return."""
+    """Work that overlaps with the kernel. It records when it ran, and which rows still exist while outputs return."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests that the layer equals its dense twin for any placement and tokens, and counts its heat."""
+"""Tests that the layer matches its dense twin for any placement and any tokens, and counts its heat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def one_step(case: Case) -> tuple[float, list[int], list[int]] | None:
-    """Return the largest difference from the dense twin and this rank's heat of the step."""
+    """Return the largest difference from the dense twin, and the heat that this rank counted in the step."""
     group = ep_group(case.ranks)
     if dist.get_rank() >= case.ranks:
         return None

@@ -1,4 +1,4 @@
-"""Tests that a layer with any two options equals its dense twin and counts exact heat on 1 to 8 ranks."""
+"""Tests that a layer with any two options matches its dense twin and counts heat exactly, on 1 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative to the norm of a step's outputs. Quantised outputs may differ by ``QUANTIZED`` more."""
+"""Tolerance relative to the norm of a step's outputs. Quantised outputs may differ by an additional ``QUANTIZED``."""
 
 QUANTIZED = 3e-2
 
@@ -66,10 +66,10 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
 def check_dealing(
     case: Case, row: Row, received_RS: np.ndarray, steps: list[Step], chosen: list[list[torch.Tensor]]
 ) -> None:
-    """Check that each choice arrives in the slot that its source's table names, in micro-batch order."""
+    """Check that each choice arrives in the slot given by its source's table, in micro-batch order."""
     by_source = [torch.cat(own) for own in chosen]
     if case.dispatcher in SHARED_TOKEN_DISPATCHERS:
-        # All ranks together are one source, one micro-batch after the other. Some ranks have the same tokens.
+        # All ranks together form one source, and micro-batches follow one another. Some ranks have the same tokens.
         parts = [
             (step, step.parts(row["batches"])[number])
             for number in range(row["batches"])
@@ -100,8 +100,7 @@ def test_the_table_has_every_allowed_pair_of_options():
         for x, y in itertools.product(OPTIONS[first], OPTIONS[second])
     ]
     missing = [pair for pair in every if not any(pair.items() <= row.items() for row in ROWS)]
-    # Some pairs are allowed but exclude a third option: variants belong to MC2, which weights outputs on their way
-    # back.
+    # These pairs look allowed, but no row can contain them, because the two options require different dispatchers.
     assert [pair for pair in missing if allowed(pair)] == [
         {"quantize_before_gather": True, "mc2": variant} for variant in MC2_VARIANTS[1:]
     ]

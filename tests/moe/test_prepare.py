@@ -1,4 +1,4 @@
-"""Tests that gathering over a layer's groups gives every rank all tokens and returns the outputs exactly."""
+"""Tests that gathering over a layer's groups gives every rank all tokens, and that outputs return exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens_of(seed: int, count: int) -> Tokens:
 def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[float]:
     """Return the first hidden value of every token that this rank prepares to dispatch, without padding."""
     dp, tp = ep.grid(2)
-    # Both ranks of a tensor-parallel pair have the same tokens, and each is responsible for half of them.
+    # Both ranks in a tensor-parallel pair have the same tokens, and each is responsible for half of them.
     number, count, preparation = {
         "data-parallel": (dp.rank, counts[dp.rank], AllGatherPreparation([dp], tp)),
         "context-parallel": (ep.rank, counts[dp.rank] + tp.rank, AllGatherPreparation([dp, tp], ALONE)),

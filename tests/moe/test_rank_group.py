@@ -1,4 +1,4 @@
-"""Tests that every exchange implementation of a rank group gives the same results, in rank order."""
+"""Tests that all of a rank group's exchange implementations give the same results, in rank order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
-    """Gather over gloo, with the backend's own gather (as on a device) if ``own`` is set."""
+    """Gather over gloo, using the backend's own gather (as on a device) if ``own`` is set."""
     process_group = ep_group(ranks)
     if process_group is None or dist.get_rank() >= ranks:
         return None

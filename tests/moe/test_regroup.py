@@ -1,4 +1,4 @@
-"""Tests that a layer that moves to a different group of ranks equals a new layer there."""
+"""Tests that a layer that has moved to a different group of ranks behaves like a layer that was created there."""
 
 from __future__ import annotations
 

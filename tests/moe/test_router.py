@@ -34,7 +34,7 @@ def routers(draw: st.DrawFn) -> Router:
 
 
 def twin(router: Router, logits: list[float]) -> dict[int, float]:
-    """Return the weight of each chosen expert of one token, computed by hand."""
+    """Return the weight of each expert that one token chooses, computed by hand."""
     if router.scoring is Scoring.SOFTMAX:
         powers = [math.exp(logit) for logit in logits]
         scores = [power / sum(powers) for power in powers]

@@ -1,4 +1,4 @@
-"""Tests that invalid input is rejected with the layer, the tensor and the expectation, before any collective starts."""
+"""Tests that input is validated before any collective, with errors that give the layer, tensor and expectation."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_rejected_input_leaves_the_collectives_in_order(dispatcher: str):
 
 
 def reject_on_rank_0(case: Case) -> None:
-    """Give invalid input to rank 0 only.
+    """Pass invalid input to rank 0 only.
 
-    The other ranks enter the exchange of the step, in a group with a timeout of one second.
+    The other ranks enter the step's exchange, in a group with a timeout of one second.
     """
     group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=1))
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Tests that each token reaches a replica of its expert and no rank receives more than the optimum."""
+"""Tests that each token reaches a replica of its expert and that no rank receives more than the optimum."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def layers(
 def splitting(
     shape: MoEShape, phy2log_RS: np.ndarray, dispatcher: str, group: SimulatedGroup
 ) -> ExpertParallelMoE:
-    """Return one rank's layer that splits by step."""
+    """Return one rank's layer with the stepwise split."""
     experts = seeded_experts(shape)
     options = LayerOptions(split="step")
     return ExpertParallelMoE(
@@ -50,7 +50,7 @@ def splitting(
 
 
 def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray) -> np.ndarray:
-    """Check that each token goes to a replica of its own expert, and return the tokens of each slot."""
+    """Check that each token goes to a replica of its own expert, and return the number of tokens per slot."""
     ids_N = np.repeat(np.arange(len(counts_E)), counts_E)
     physical_N = split.physical(torch.arange(len(ids_N)), torch.from_numpy(counts_E)).numpy()
     np.testing.assert_array_equal(phy2log_RS.ravel()[physical_N], ids_N)
@@ -130,7 +130,8 @@ def test_all_ranks_assume_the_same_number_of_choices_in_a_step(
 @settings(max_examples=40)
 @given(layers(6, many=True), st.sampled_from((1, 900)))
 def test_each_token_reaches_its_expert_even_after_only_one_round(layer, mean: int) -> None:
-    # One round is so far from converged that slots may be negative or not add up to their experts' tokens.
+    # After one round, the split is so far from converged that slots may be negative or not add up to their experts'
+    # tokens.
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 2, experts)))
     split = StepwiseSplit(phy2log_RS, experts, rounds=1)
@@ -139,7 +140,7 @@ def test_each_token_reaches_its_expert_even_after_only_one_round(layer, mean: in
 
 
 def test_rounding_a_cycle_of_ranks_keeps_the_optimum() -> None:
-    # Each rank shares an expert with the next, and the last with the first. Rounding to nearest gave one rank 14
+    # Each rank shares an expert with the next rank, and the last with the first. Rounding to nearest gave one rank 14
     # tokens.
     phy2log_RS = np.array([[0, 1, 4], [1, 2, 5], [2, 3, 6], [0, 3, 7]], dtype=np.int32)
     counts_E = np.array([0, 2, 1, 4, 8, 8, 11, 11])

@@ -1,4 +1,4 @@
-"""Random heat and small plans for the planner's tests."""
+"""Random heat and small plans for planner tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from eplb_core.planner.topology import Topology
 def still_heat(
     steps: int, layers: int, experts: int, tokens: int, seed: int = 0, skew: float = 1.0
 ) -> np.ndarray:
-    """Draw every step from one popularity per layer, int64 ``[T, L, E]``; a smaller ``skew`` is less even."""
+    """Draw every step from one popularity per layer, int64 ``[T, L, E]``. A smaller ``skew`` gives less even heat."""
     generator = np.random.default_rng(seed)
     popularity_LE = generator.dirichlet(np.full(experts, skew), layers)
     return np.stack([generator.multinomial(tokens, row_E, size=steps) for row_E in popularity_LE], axis=1)
 
 
 def decided(heat_TLE: np.ndarray, slots: int, **settings: object) -> Plan:
-    """Plan for four ranks that still have the linear placement and the default tables."""
+    """Return a plan for four ranks that still have the linear placement and the default tables."""
     placement = Placement.linear(*heat_TLE.shape[1:], 4, slots)
     layout = placement, placement.default_log2phy()
     return plan(Window(heat_TLE), *layout, Topology.flat(4), PlannerSettings(**settings))
@@ -32,7 +32,7 @@ def decided(heat_TLE: np.ndarray, slots: int, **settings: object) -> Plan:
 def rank_loads(
     heat_TLE: np.ndarray, placement: Placement, log2phy_RLE: np.ndarray, source_RLE: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the expected tokens of each rank through its tables, float64 ``[T, L, R]``."""
+    """Return the expected load of each rank under the tables, float64 ``[T, L, R]``."""
     return expected_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables")
 
 
@@ -44,5 +44,5 @@ def whole_loads(
     *,
     first_step: int = 0,
 ) -> np.ndarray:
-    """Return the whole tokens of each rank in each step, float64 ``[T, L, R]``."""
+    """Return each rank's load in whole tokens, float64 ``[T, L, R]``."""
     return split_loads(heat_TLE, placement, log2phy_RLE, source_RLE, "tables", first_step)

@@ -1,4 +1,4 @@
-"""A window of static heat and the initial, linear layout."""
+"""A window of stationary heat, and the initial layout, which is linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heat that a router produces with small batches."""
+"""Heat as a router produces it from small batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHOICES = 4
 
 
 def routed(steps: int, tokens: int, skew: float = 0.8, seed: int = 0) -> np.ndarray:
-    """Draw the steps of a router that chooses distinct experts per token, int64 ``[T, L, E]``."""
+    """Draw steps in which a router chooses distinct experts for each token, int64 ``[T, L, E]``."""
     generator = np.random.default_rng([seed, tokens])
     heat_TLE = np.zeros((steps, LAYERS, EXPERTS), dtype=np.int64)
     for layer in range(LAYERS):

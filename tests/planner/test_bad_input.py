@@ -14,7 +14,7 @@ from tests.planner.drawn import decided
 
 
 def nearly_constant_heat() -> np.ndarray:
-    """Return five steps of nearly the same heat, ``[T, L, E]``."""
+    """Return five steps with nearly equal heat, ``[T, L, E]``."""
     generator = np.random.default_rng(1)
     return generator.gamma(0.5, 100, (3, 8)) * generator.uniform(0.98, 1.02, (5, 3, 8))
 
@@ -60,7 +60,7 @@ def test_a_layer_without_tokens_stays_and_causes_no_error(policy: str, split: st
     assert np.isnan([idle.par_seen, idle.par_planned, idle.noise_floor]).all()
     assert idle.reason == "left alone: it received no tokens"
     assert decision.par_planned == decision.verdicts[1].par_planned
-    # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two.
-    # Only the stepwise split may split a token fractionally if counts are floats.
+    # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two. Only
+    # the stepwise split can divide a token if counts are floats.
     least = 1.0 if split == "step" else 8 / 7
     assert least - 1e-5 <= decision.verdicts[1].par_planned <= 4 / 7 * 3.5

@@ -1,4 +1,4 @@
-"""The planner places a layout from scratch if it was made without heat, and keeps a layout that fits the heat."""
+"""The planner replaces a layout that was made without heat from scratch, and keeps a layout that fits the heat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAT = Topology.flat(RANKS)
 
 
 def shuffled(seed: int) -> Placement:
-    """Return a placement with replicas in order, after a random permutation of the experts."""
+    """Return a placement that lists a random permutation of the experts in order."""
     generator = np.random.default_rng(seed)
     slots_P = np.arange(RANKS * SLOTS) % EXPERTS
     return Placement(
@@ -39,7 +39,7 @@ def shuffled(seed: int) -> Placement:
 def unfitted(
     placement: Placement, log2phy_RLE: np.ndarray | None = None, window: Window = WINDOW
 ) -> np.ndarray:
-    """Return the layers that the planner considers unfitted to the heat, bool ``[L]``."""
+    """Return which layers the planner considers unfitted to the heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
     request = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())

@@ -36,7 +36,7 @@ def test_a_promise_ignores_steps_without_tokens() -> None:
 
 
 def paced(promise: Promise) -> Pace:
-    """Return a pace without a due decision."""
+    """Return a pace with no decision due."""
     return Pace(first=0, memory=512, longest=512, due_at=1 << 40).serving(promise)
 
 

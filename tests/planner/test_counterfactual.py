@@ -1,4 +1,4 @@
-"""The gain of balancing is a share of the PAR, and a time only if switches measured it."""
+"""The gain from balancing is given as a share of the PAR, and as a time only if switches have measured it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_EFFECTS = [SwitchEffect(us, tokens, 64) for us, tokens in ((400, 90), (-300, 
 
 
 def served_by(layout: Layout, times: StepTimes = NOTHING, effects: Sequence[SwitchEffect] = ()) -> Served:
-    """Return the window's PAR and slowest loads under this layout."""
+    """Return the window's PAR and the slowest ranks' loads under this layout."""
     steps = split_steps(HEAT, layout.placement, layout.log2phy_RLE, None, "tables")
     return Served(par_by_step(steps), steps.peak_TK.sum(axis=1), times, effects)
 
@@ -66,7 +66,7 @@ def judged(
 
 
 def slow_step_us(layout: Layout, curve: CostCurve) -> list[list[float]]:
-    """Return the slowest rank's time per step and layer, summed over slots and sources."""
+    """Return the slowest rank's time for each step and layer, summed over slots and sources."""
     phy2log_LRS = layout.placement.phy2log_LRS
     us_TL = []
     for heat_LE in HEAT:

@@ -1,4 +1,4 @@
-"""Plans for a host with dealing tables have the host's width and the loads of dealing token by token."""
+"""Plans for a host with dealing tables use the host's table width, and predict the loads of token-by-token dealing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POPULARITY_E = np.array([6, 4, 2, 1, 1, 1, 0.5, 0.5]) / 16
 
 
 def drawn_sources(tokens: float, seed: int) -> np.ndarray:
-    """Draw the tokens of each step, source rank, layer and expert, int64 ``[T, R, L, E]``."""
+    """Draw token counts per step, source rank, layer and expert, int64 ``[T, R, L, E]``."""
     generator = np.random.default_rng(seed)
     return generator.poisson(tokens * POPULARITY_E, (STEPS, RANKS, LAYERS, EXPERTS))
 
@@ -65,7 +65,7 @@ def test_many_tokens_are_dealt_nearly_evenly_and_few_go_to_the_first_entry() -> 
     np.testing.assert_allclose(entry_parts(np.array([1e9]), 16), np.full((1, 16), 1 / 16), rtol=1e-6)
     np.testing.assert_allclose(entry_parts(np.array([0.0]), 4)[0, 0], 1.0, atol=1e-3)
     assert entry_parts(np.array([[3.0]]), 1).tolist() == [[[1.0]]]
-    # The closed form beyond the grid continues it without a jump.
+    # The closed form, which is used beyond the grid, continues the grid without a jump.
     np.testing.assert_allclose(
         entry_parts(np.array([255.0]), 16), entry_parts(np.array([257.0]), 16), atol=1e-3
     )

@@ -1,4 +1,4 @@
-"""A decision changes the layers that pay, gives a reason per layer, and does not depend on the thread count."""
+"""A decision changes the layers that benefit, gives a reason per layer, and does not depend on the thread count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_siz
 def test_cherry_picks_match_a_slow_twin(
     pars: list[tuple[int, int]], threshold: int, gain: int, max_layers: int | None
 ) -> None:
-    # The bounds lie half a hundredth from every ratio, so that rounding cannot decide a comparison.
+    # The bounds differ from every ratio by at least 0.005, so that rounding cannot decide a comparison.
     settings = PlannerSettings(
         par_threshold=threshold / 100 + 0.005, min_gain=gain / 100 + 0.005, max_layers=max_layers
     )
@@ -276,6 +276,6 @@ def test_drift_is_followed_although_promises_exceed_the_par_of_the_window() -> N
         realised.append(serving.par_of_steps(Window(next_TLE), settings.split).mean())
     changed = [verdict for verdict in verdicts if verdict.changed]
     assert any(verdict.par_planned > verdict.par_seen for verdict in changed)
-    # Under drift the older steps do not recur. A change that fits the newer steps may do worse on the older ones.
+    # Under drift, the older steps do not recur, so a change that fits the newer steps may do worse on the older ones.
     assert any("planned for drift" in verdict.reason for verdict in changed)
     assert np.mean(realised) < 1.26

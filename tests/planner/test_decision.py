@@ -1,4 +1,4 @@
-"""A decision uses the heat since the last change, tells changes from bursts, and its forecasts are compared later."""
+"""A decision uses the heat since the last change and tells changes from bursts. Its forecasts are checked later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def decision_inputs(heat_TLE: Int32, session: DecisionSession | None = None) -> 
 
 
 def before_decision(steps: int, interval: int, *, first: bool = False) -> DecisionSession:
-    """Return the state after ``steps`` steps, before a decision, which is not the first one unless ``first`` is set."""
+    """Return the state after ``steps`` steps, just before a decision.
+
+    It is not the first decision unless ``first`` is set.
+    """
     pace = Pace(steps, memory=512, longest=interval, seen=steps, due_at=steps, has_decided=not first)
     return DecisionSession(pace)
 
@@ -76,7 +79,7 @@ def test_a_forecast_is_compared_with_the_gain_that_followed() -> None:
 
 
 def after_departure(before: int) -> DecisionSession:
-    """Return the state after ``before`` steps and four more whose ratios depart from the promise."""
+    """Return the state after ``before`` steps plus four steps whose ratios depart from the promise."""
     promise = Promise(np.full(LAYERS + 1, 1.2), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), before)
     session = DecisionSession(Pace(first=before, memory=512, longest=512))
     session, _ = session.after_steps(np.full((before, LAYERS), 1.2))

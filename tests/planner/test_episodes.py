@@ -1,4 +1,4 @@
-"""Episodes keep different steps apart, and a warm decision never raises its window's PAR."""
+"""Episodes separate steps that differ, and a warm decision never raises its window's PAR."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOTS = 10
 
 
 def alternating(every: int, steps: int, workloads: int = 2, seed: int = 0, tokens: int = 8192) -> np.ndarray:
-    """Draw heat ``[T, 2, E]`` of workloads that alternate every few steps."""
+    """Draw heat ``[T, 2, E]`` from workloads that alternate every ``every`` steps."""
     generator = np.random.default_rng(seed)
     popularity_WLE = generator.dirichlet(np.full(EXPERTS, 0.4), (workloads, 2))
     served_T = np.arange(steps) // every % workloads
@@ -29,7 +29,7 @@ def test_workloads_that_alternate_within_an_episode_are_balanced(every: int, wor
     solution = solve(seen_TLE, RANKS, SLOTS)
     kept = solve(next_TLE, RANKS, SLOTS, placement=solution.phy2log, log2phy=solution.log2phy, policy="none")
     assert kept.par_after < 1.2
-    # A warm start from a placement for only one workload reaches the same balance.
+    # A warm start from a placement that was solved for one workload alone reaches the same balance.
     alone = solve(seen_TLE[np.arange(256) // every % workloads == 0][:64], RANKS, SLOTS)
     warm = solve(seen_TLE, RANKS, SLOTS, placement=alone.phy2log, log2phy=alone.log2phy, move_price=0.0)
     assert warm.par_after < 1.2 < warm.par_before
@@ -54,7 +54,7 @@ def test_reordering_keeps_blocks_of_steps_in_time() -> None:
     assert order_T is not None
     assert sorted(order_T.tolist()) == list(range(256))
     np.testing.assert_array_equal(order_T // 16, np.arange(256) // 16)
-    # The two workloads alternate, but each episode of four steps contains only one of them.
+    # The two workloads alternate step by step, yet each episode of four steps contains only one of them.
     assert all(len({int(step) % 2 for step in four}) == 1 for four in order_T.reshape(64, 4))
 
 

@@ -1,4 +1,4 @@
-"""Switches yield a gain in time if the step time follows balance, and no gain otherwise."""
+"""Switches show a gain in time if the step time depends on balance, and no gain otherwise."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from eplb_core.heat.sources import ServedSteps
 from eplb_core.planner.measured_gain import MeasuredPrice, effect_of, measured_price
 
 STEPS_PER_PLAN = 96
-"""Steps from one plan to the next. The last ten are the transfer."""
+"""Number of steps from one plan to the next. The transfer takes the last ten."""
 US_PER_TOKEN = 2.0
 
 Times = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
-"""Function of the tokens and the slowest ranks' tokens, both ``[T]``, that returns step times."""
+"""Function that returns step times, given the steps' tokens and the slowest ranks' tokens, both ``[T]``."""
 
 
 def by_balance(rng: np.random.Generator, tokens_T: np.ndarray, slowest_T: np.ndarray) -> np.ndarray:
@@ -47,13 +47,13 @@ def by_waves(rng: np.random.Generator, tokens_T: np.ndarray, slowest_T: np.ndarr
 
 
 def by_load(rng: np.random.Generator, tokens_T: np.ndarray, slowest_T: np.ndarray) -> np.ndarray:
-    """Return step times that jump with the host's other work."""
+    """Return step times that jump because the host does other work as well."""
     shifts = np.repeat(rng.choice([1.0, 1.3, 1.6], len(tokens_T) // 50 + 1), 50)[: len(tokens_T)]
     return 15_000 * shifts * rng.lognormal(0, 0.05, len(tokens_T))
 
 
 def priced(seed: int, times: Times, switches: int = 8, *, noise: float = 0.0) -> MeasuredPrice | None:
-    """Measure the price on heat that drifts out of balance until each switch restores the balance."""
+    """Measure the price on heat that drifts out of balance between switches, each of which restores balance."""
     rng = np.random.default_rng(seed)
     steps = STEPS_PER_PLAN * (switches + 1)
     tokens_T = rng.integers(3000, 5000, steps).astype(np.float64)
@@ -87,7 +87,7 @@ def test_the_interval_contains_zero_if_time_does_not_follow_balance(times: Times
         for switches in (4, 8, 14):
             price = priced(seed, times, switches)
             assert price is not None
-            # Rounding may leave about a billionth of a microsecond.
+            # Rounding may leave an error of about a billionth of a microsecond.
             misses += price.low > 1e-6
     assert misses <= 2, f"{misses} of 120"
 

@@ -1,4 +1,4 @@
-"""The move price is the cost of a move relative to its possible gain, and every term names its source."""
+"""The move price is a move's cost relative to its possible gain, and the source of every term is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner does not change a layer if only random jumps of its experts' heat separate its ranks."""
+"""The planner does not change a layer if random jumps in its experts' heat explain all differences between ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 64
 def slow_volatility_bound(
     heat_NLE: np.ndarray, loads_NLR: np.ndarray, replicas_LE: np.ndarray, ranks: int
 ) -> list[float]:
-    """Return the slow twin's bound on the PAR that the jumps of the experts' heat explain."""
+    """Slow twin: return the bound on the PAR that jumps in the experts' heat can explain."""
     bounds = []
     score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
     for layer in range(heat_NLE.shape[1]):
@@ -58,13 +58,13 @@ def bound_of(heat_NLE: np.ndarray, placement: Placement) -> np.ndarray:
 
 
 def steady(seed: int, steps: int = STEPS) -> np.ndarray:
-    """Draw every step from one popularity, ``[T, 1, E]``."""
+    """Draw all steps from the same popularity, ``[T, 1, E]``."""
     generator = np.random.default_rng(seed)
     return generator.multinomial(8000, generator.dirichlet(np.ones(EXPERTS)), (steps, 1))
 
 
 def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
-    """Return the layout after placing the heat from scratch."""
+    """Return the layout obtained by placing experts for this heat from scratch."""
     first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
     result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
     (changed,) = result.layers
@@ -106,7 +106,7 @@ def test_balanced_layers_of_steady_heat_do_not_change(seed: int) -> None:
 
 @pytest.mark.parametrize("period", [8, 16, 32])
 def test_a_badly_placed_alternating_workload_is_not_mistaken_for_jumps(period: int) -> None:
-    # Two domains alternate. Ranks 0 to 3 hold one domain's experts, ranks 4 to 7 the second domain's.
+    # Two domains alternate. Ranks 0 to 3 hold the first domain's experts, and ranks 4 to 7 the second domain's.
     generator = np.random.default_rng(period)
     first = np.repeat(np.arange(2), EXPERTS // 2)
     popularity_2E = np.where(first == np.arange(2)[:, None], 9.0, 1.0) * generator.uniform(0.9, 1.1, EXPERTS)
@@ -118,7 +118,7 @@ def test_a_badly_placed_alternating_workload_is_not_mistaken_for_jumps(period: i
     placement = Placement(row_RS[None], EXPERTS)
     table_RLE = placement.default_log2phy()
     seen = par(rank_loads(heat_TLE, placement, table_RLE))[0]
-    # The mean loads are balanced, but half of the ranks idle at any time.
+    # The mean loads are balanced, but half of the ranks are idle in every step.
     assert par(rank_loads(heat_TLE.sum(axis=0, keepdims=True), placement, table_RLE))[0] < 1.2
     bound = bound_of(heat_TLE, placement)
     assert seen - bound[0] > 0.3

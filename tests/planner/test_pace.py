@@ -1,4 +1,4 @@
-"""Decisions follow soon after a change, use the steps since it, and become rare if nothing can be gained."""
+"""Decisions follow a change promptly, use the steps since the change, and become rare if nothing can be gained."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def steps(count: int, par: float = CALM) -> np.ndarray:
 
 
 def advanced(pace: Pace, count: int, par: float = CALM) -> Pace:
-    """Advance the pace by ``count`` steps, or until a decision is due."""
+    """Advance the pace by up to ``count`` steps, stopping when a decision is due."""
     return pace.after_steps(steps(count, par))[0]
 
 
 @pytest.fixture
 def calm() -> Pace:
-    """Return the pace after a first decision on 64 steps that changed nothing."""
+    """Return the pace after a first decision, on 64 steps, that changed nothing."""
     pace = advanced(Pace(first=64, memory=512, longest=512), 64)
     assert pace.due
     return pace.after_decision(changed=False, paid=None).serving(PROMISE)
@@ -81,7 +81,7 @@ def test_intervals_shrink_if_changes_pay_and_grow_otherwise(calm: Pace) -> None:
 
 
 def test_an_expensive_decision_delays_the_next_one(calm: Pace) -> None:
-    # 640 steps have accrued CPU budget; only 512 of them count.
+    # CPU budget has accrued over 640 steps, of which only 512 count.
     calm = replace(calm, seen=640).after_decision(changed=True, paid=True)
     assert calm.charged(100).due_at == calm.due_at
     twice = calm.charged(300).charged(300.5)
@@ -97,7 +97,7 @@ def test_decisions_stay_within_the_cpu_budget_of_their_steps_on_average() -> Non
     pace = Pace(first=0, memory=512, longest=256)
     spent = 0.0
     while pace.seen < 20_000:
-        # Every decision gains, as on drifting heat, and uses the CPU budget of 90 steps.
+        # Every decision brings a gain, as under drifting heat, and uses the CPU budget of 90 steps.
         pace = pace.after_decision(changed=True, paid=True).charged(90.0)
         spent += 90.0
         pace, _ = pace.after_steps(steps(1000))
@@ -117,7 +117,7 @@ def test_decisions_follow_4_8_and_16_steps_after_a_change(calm: Pace) -> None:
         assert pace.due
         windows.append((pace.segment_age, pace.window_steps(heat(512)), pace.serving_steps))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
-    # The previous segment lasted 84 steps, so this one is expected to last 84 steps too.
+    # The previous segment lasted 84 steps, so the same length is expected of this one.
     assert windows == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
     assert pace.due_at == pace.seen + 24
 
@@ -172,7 +172,7 @@ def test_a_decision_looks_back_over_unchanged_heat(calm: Pace) -> None:
 
 
 def schedule(par_TL: np.ndarray, batch: int, held_out: bool) -> list[tuple[int, str]]:
-    """Return the steps of all alarms and decisions, if ``batch`` steps arrive at a time and decisions cost nothing."""
+    """Return the steps of all alarms and decisions when ``batch`` steps arrive at a time and decisions cost nothing."""
     pace = Pace(first=16, memory=512, longest=128)
     events = []
     for begin in range(0, len(par_TL), batch):
@@ -209,7 +209,7 @@ def test_a_segment_is_tested_again_from_its_seventeenth_step(calm: Pace) -> None
         pace, _ = pace.after_steps(steps(64, WORSE))
         pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
     assert (pace.segment_age, pace.settling) == (16, True)
-    # All steps of the next interval arrive together, and the test still detects the second change.
+    # All steps of the next interval arrive at once, and the change test still detects the second change.
     pace, step_count = pace.after_steps(np.concatenate([steps(2), steps(22, WORSE)]))
     assert pace.alarm is not None
     assert step_count <= 5
@@ -220,7 +220,7 @@ def test_a_change_soon_after_a_promise_without_a_hold_out_raises_an_alarm(old_st
     promise = Promise(np.full(3, 1.05), np.full(3, 1e-3), np.ones(3), 64, held_out=False)
     pace = Pace(first=64, memory=512, longest=512, seen=64, due_at=1 << 40).serving(promise)
     generator = np.random.default_rng(old_steps)
-    # New steps are slightly worse than the steps that the placement was fitted to. This is no change.
+    # New steps are slightly worse than those that the placement was fitted to. This does not count as a change.
     par_TL = 1.15 + 0.03 * generator.normal(size=(old_steps + 20, 2))
     assert pace.after_steps(par_TL)[0].alarm is None
     par_TL[old_steps:] += 0.6
@@ -242,7 +242,7 @@ def test_a_decision_waits_until_a_possible_change_is_four_steps_old(calm: Pace) 
     assert pace.alarm is None
     assert pace.seen >= pace.due_at
     assert not pace.due
-    # The change was a single step. The decision is due once the sum falls back or the change is old enough.
+    # The change was a single step. A decision becomes due once the test's sum falls back or the change is old enough.
     pace, step_count = pace.after_steps(steps(20))
     assert pace.due
     assert step_count <= 3

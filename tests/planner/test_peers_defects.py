@@ -1,4 +1,4 @@
-"""The planner does not have the defects that were observed in other balancers."""
+"""The planner does not have the bugs observed in other balancers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_partial_window_is_not_padded_with_zeros() -> None:
     for steps in (1, 2, 3, 5, 63, 64, 65, 80):
         decision = decided(heat_TLE[:steps], 5)
         assert_changes_are_legal(decision, 16)
-        # If missing steps counted as zeros, layers would seem to have fewer tokens and a higher noise floor.
+        # If missing steps counted as zero, layers would appear to have fewer tokens and a higher noise floor.
         score = 1.0294 / np.sqrt(mean_L * max(1, steps // 64) / 4)
         for layer, verdict in enumerate(decision.verdicts):
             assert verdict.noise_floor <= 1 + score[layer] * 1.05
@@ -66,7 +66,7 @@ def test_a_partial_window_is_not_padded_with_zeros() -> None:
 def test_the_known_example_has_its_published_peak(
     settings: dict[str, object], lowest: float, highest: float
 ) -> None:
-    """Mean load is 181.25 in this example from the literature; even shares reach the proven optimum."""
+    """The mean load is 181.25 in this example from the literature. Even shares reach the proven optimum."""
     decision = afresh(KNOWN_EXAMPLE[None, None, :], 8, 2, **settings)
     after = Placement(decision.layers[0].phy2log_RS[None], KNOWN_EXAMPLE.size)
     tables_RLE = decision.layers[0].log2phy_RE[:, None]

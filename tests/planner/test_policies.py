@@ -1,4 +1,4 @@
-"""Every command resolves a policy's name in the same way, and the Python API also accepts functions."""
+"""All commands resolve policy names in the same way, and the Python API also accepts functions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_solve_accepts_a_function_and_every_form_of_its_name(policy: object) -> 
     linear = eplb_service.Placement.linear(2, 8, 4, 3)
     np.testing.assert_array_equal(solution.phy2log, np.roll(linear.phy2log_LRS, 1, axis=1))
     assert solution.moves == np.count_nonzero(solution.phy2log != linear.phy2log_LRS)
-    # Whole tokens are drawn separately for each rank.
+    # Whole tokens are sampled separately for each rank.
     assert solution.par_after == pytest.approx(solution.par_before, rel=1e-3)
     again = solve(HEAT_TLE, 4, 3, policy=policy, placement=solution.phy2log)  # type: ignore[arg-type]
     np.testing.assert_array_equal(again.phy2log, np.roll(linear.phy2log_LRS, 2, axis=1))

@@ -1,4 +1,4 @@
-"""The planner does not change a layer if reading the weights takes all of its time on the device."""
+"""The planner does not change a layer whose step time is bound by weight reads."""
 
 from __future__ import annotations
 

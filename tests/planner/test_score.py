@@ -1,4 +1,4 @@
-"""Rank loads follow the tables, the noise floor matches sampling, and the interval contains the gain."""
+"""Rank loads follow the tables, the noise floor matches sampling, and the confidence interval contains the gain."""
 
 from __future__ import annotations
 

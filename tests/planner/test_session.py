@@ -30,7 +30,7 @@ PRICE = TimePrice(CostCurve(0.0, 0.0, 0.0, 1.0), "assumed", "by tokens")
 
 
 def serving(session: DecisionSession, steps: int, ratio: float) -> DecisionSession:
-    """Return the session after ``steps`` steps at this PAR, whether or not a decision becomes due among them."""
+    """Return the session after ``steps`` steps at this PAR, even if a decision becomes due on the way."""
     par_TL = np.full((steps, 2), ratio)
     while len(par_TL):
         session, processed = session.after_steps(par_TL)
@@ -81,7 +81,7 @@ def test_a_plan_in_progress_is_tested_with_the_placement_that_it_leads_to() -> N
     assert is_alarmed(changed)
     assert changed.check_is_due(switched=0)
     assert not changed.begin_check().check_is_due(switched=0)
-    # After the plan, the test starts again and compares the ratios of served steps with the promise.
+    # After the plan, the change test restarts and compares the ratios of served steps with the promise.
     done = serving(decided, 6, 1.2).after_plan(done=True)
     assert done.planned_split is None
     assert is_alarmed(serving(done, 4, 1.8))

@@ -1,4 +1,4 @@
-"""Invalid settings are rejected with their name, value and bounds."""
+"""Errors for invalid settings give the setting's name, value and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With small batches, promises hold in whole tokens on the next window, and no expert moves without a gain."""
+"""With small batches, promises in whole tokens hold on the next window, and no expert moves without a gain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_a_promise_holds_on_the_next_window(tokens: int, from_scratch: bool) -> 
         solution = solve(heat_TLE[:192], RANKS, SLOTS, placement=placement, threads=1)
         promised.append(solution.par_after)
         realised.append(np.mean(realised_par(heat_TLE[192:], SLOTS, solution.log2phy)))
-    # Each mean covers 2,304 layer steps with a standard error of up to 0.7 %, so their difference has up to 1 %.
+    # Each mean covers 2,304 layer steps and has a standard error of up to 0.7 %, so that of their difference is up to 1
+    # %.
     assert np.mean(promised) == pytest.approx(np.mean(realised), rel=0.03)
 
 
@@ -51,7 +52,7 @@ def test_a_handful_of_tokens_moves_no_expert(busy: int) -> None:
     heat_TLE[-busy:] = routed(busy, 1)
     solution = solve(heat_TLE, RANKS, SLOTS, placement=LINEAR.phy2log_LRS, threads=1)
     assert solution.moves == 0
-    # Four choices fall on eight ranks. The mean load is one half, and the hottest rank has at least one.
+    # Four choices fall on eight ranks, so the mean load is 0.5 tokens and the hottest rank has at least one.
     assert solution.par_after >= 2.0
     assert any("whole tokens, the change gains" in verdict.reason for verdict in solution.verdicts)
 
@@ -126,7 +127,7 @@ def test_layers_pay_individually_or_together() -> None:
     costs = dict.fromkeys(range(12), 0.0)
     assert paying({0: sure}, costs, 0.01) == {0}
     assert paying({0: unsure}, costs, 0.01) == set()
-    # Ten equal gains are certain together. The layer with a loss still stays.
+    # Ten equal gains are significant together. The layer with a loss stays unchanged.
     together = dict.fromkeys(range(10), unsure) | {10: losing}
     assert paying(together, costs, 0.01) == set(range(10))
     assert paying({}, {}, 0.01) == set()

@@ -1,4 +1,4 @@
-"""With a cost curve, the stepwise split is judged by its time per slot, including the split's own cost."""
+"""With a cost curve, the stepwise split is judged by its time per slot plus the time that the split itself takes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decided(settings: PlannerSettings, **options: bool) -> Plan:
 
 
 def slow_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
-    """Return the time by definition, with each step's tokens split optimally by an oracle."""
+    """Compute the time from its definition, with an oracle that splits each step's tokens optimally."""
     tokens_TLRS = _stepwise_tokens(heat_TLE, placement)
     us_TL = []
     for heat_LE, tokens_LRS in zip(heat_TLE, tokens_TLRS, strict=True):

@@ -1,4 +1,4 @@
-"""A decision looks back only over steps that forecast the later heat."""
+"""A decision looks back only over steps that predict later heat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
 
 
 def slow_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
-    """Slow twin: evaluate every look-back by its own mean."""
+    """Slow twin that evaluates each look-back from its own mean."""
     part_TLE = heat_TLE / np.maximum(heat_TLE.sum(axis=2, keepdims=True), 1.0)
     before = len(part_TLE) - ahead
     lengths = [length for length in (16, 32, 64, 128, 256) if length < before] + [before]

@@ -1,4 +1,4 @@
-"""The log stores each rank's switch reports once, checks them against the clock, and estimates costs from them."""
+"""The log stores each switch report once, checks reports against the clock, and estimates costs from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ranks:
         self.log.offered(self.plan_id, layers, RANKS, self.now)
 
     def switch(self, layers: list[LayerPlan], lost: float = 0.0) -> None:
-        """Commit a plan with transfers of 50 ms and steps of 10 ms, which grow by the lost fraction."""
+        """Commit a plan with transfers of 50 ms, and with steps of 10 ms that take longer by the fraction ``lost``."""
         self.offer(*layers)
         self.steps(4)
         self.say(PlanState.ACCEPTED, layers[0].layer)
@@ -79,7 +79,7 @@ def test_enough_plans_yield_all_three_costs(ranks: Ranks) -> None:
     assert some.commit_seconds == pytest.approx(0.002)
     ranks.switch([layer_plan(2, 1, 1)], lost=0.2)
     costs = ranks.log.costs()
-    # Layers have equal weight, regardless of the receiving rank.
+    # All layers have equal weight, regardless of which rank receives experts.
     assert costs.expert_seconds == pytest.approx(0.0625, rel=0.3)
     assert costs.lost_share == pytest.approx(0.2, abs=0.01)
 
@@ -161,7 +161,7 @@ def test_layers_transferred_together_slow_the_same_steps(ranks: Ranks) -> None:
         ranks.steps(100)
         ranks.look()
     costs = ranks.log.costs()
-    # The first two layers slow ten steps together. The third layer's five steps are not slow.
+    # Together, the first two layers slow down ten steps. The third layer's five steps are not slowed down.
     assert costs.lost_share == pytest.approx(0.143, abs=0.02)
     assert costs.expert_seconds == pytest.approx(0.0625)
     assert costs.commit_seconds == pytest.approx(0.002)

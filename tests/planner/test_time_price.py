@@ -1,4 +1,4 @@
-"""The planner uses the best available time price, and names its kind and why no better one is available."""
+"""The planner uses the best available time price, and reports its kind and why no better price is available."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 160
 
 
 def window() -> Window:
-    """Draw a window in which batch size and skew vary by step."""
+    """Draw a window in which batch size and skew vary from step to step."""
     rng = np.random.default_rng(0)
     popularity = rng.dirichlet(np.full(EXPERTS, 0.5), (STEPS, 2))
     batch_T = np.exp(rng.uniform(np.log(64), np.log(8192), STEPS))
@@ -38,7 +38,7 @@ SERVING = Layout(PLACEMENT, PLACEMENT.default_log2phy())
 
 
 def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:
-    """Return the step times under a curve, summed over slots."""
+    """Return the step times that a cost curve gives, summed over slots."""
     tokens = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS)
     us_T = 700 + curve.slot_us(tokens).sum(axis=3).max(axis=2).sum(axis=1)
     scatter_T = np.exp(noise * np.random.default_rng(1).standard_normal(STEPS))

@@ -1,4 +1,4 @@
-"""With a cost curve, the search balances tokens as without one, and a layer changes only if this saves time."""
+"""With a cost curve, the search still balances tokens, but a layer changes only if that saves time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = synthetic_heat("static", 64, 2, 64, tokens=64, top_k=4, seed=1)
 LARGE = synthetic_heat("static", 64, 2, 64, tokens=8192, top_k=4, seed=1)
 LINEAR = CostCurve(20, 0, 0, 0.0615)
 READS = CostCurve(0.0, 50.0, 0.0, 1e-6)
-"""Curve by which only the number of slots with tokens matters."""
+"""Cost curve for which only the number of slots with tokens matters."""
 INITIAL = Placement.linear(LAYERS, 32, RANKS, SLOTS)
 SETTINGS = PlannerSettings(threads=1, min_gain=0.0, move_price=0.0)
 

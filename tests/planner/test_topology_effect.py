@@ -26,7 +26,7 @@ TWO_NODES = Topology(EACH // 4, EACH)
 
 
 def window_of(seed: int, spread: float = 0.3) -> Window:
-    """Return stationary heat from sources that differ by ``spread``; 0 makes them equal."""
+    """Return stationary heat from sources that differ by ``spread``. With 0, all sources are equal."""
     source_RLE = np.random.default_rng(seed).lognormal(0, spread, (RANKS, LAYERS, EXPERTS))
     return Window(still_heat(48, LAYERS, EXPERTS, 8000, seed, skew=0.8), source_RLE)
 
@@ -78,7 +78,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
     assert np.mean(near_L) < np.mean(crossed(far_RLE, TWO_NODES.nodes_R, window)) - fewer
     for near_verdict, far_verdict, fraction in zip(near.verdicts, far.verdicts, near_L, strict=True):
-        # Different tables draw different whole tokens.
+        # Whole tokens are sampled differently for different tables.
         assert near_verdict.par_planned <= far_verdict.par_planned + 1e-3
         assert f"{fraction:.0%} of its tokens leave their node" in near_verdict.reason
 

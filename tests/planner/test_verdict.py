@@ -1,4 +1,4 @@
-"""Every verdict's reason fits the decision, and its figures are consistent."""
+"""Each verdict's reason matches the decision, and its figures are consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOPOLOGY = replace(Topology.flat(2), bytes_per_expert=1000)
 def figures(
     seen: float = 1.4, bound: float = 1.1, par: float = 1.5, us: float = math.nan, **settings: object
 ) -> LayerFigures:
-    """Return one layer's figures: ``seen`` and ``bound`` over episodes, ``par`` per step, floor 1.1."""
+    """Return one layer's figures: ``seen`` and ``bound`` over episodes, ``par`` per step, and a noise floor of 1.1."""
     request = SolveRequest(
         Window(np.ones((1, 1, 4))),
         PLACEMENT,

@@ -1,1 +1,1 @@
-"""Target module for policies that tests load by name."""
+"""Module with policies that tests load by name."""

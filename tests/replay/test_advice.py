@@ -1,4 +1,4 @@
-"""Advice follows from the replays: it recommends balancing if it pays, and otherwise gives the reason."""
+"""Advice follows from replays: it recommends balancing if that pays off, and otherwise gives the reason."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def advised(heat_TLE, ranks, slots, costs=None):
 
 
 def advice_and_replays(heat_TLE, slots, settings, scene):
-    """Return the advice and the replays behind it."""
+    """Return the advice and the replays that it is based on."""
     trace = ArrayTrace(heat_TLE)
     replays = []
 
@@ -146,7 +146,7 @@ NEARLY_EVEN = 0.2
 
 
 def served(heat_TLE, slots, window):
-    """Return the mean PAR per window in whole tokens, placed on the previous window and scored without the planner."""
+    """Return each window's mean PAR in whole tokens under the previous window's placement, without the planner."""
     pars = []
     for first in range(0, len(heat_TLE) - 2 * window + 1, window):
         seen_TLE = heat_TLE[first : first + window]

@@ -1,4 +1,4 @@
-"""The replay follows every change of workload at any step, regardless of the number of steps scored at a time."""
+"""The replay follows a workload change at any step, regardless of how many steps are scored at a time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RANKS = 16
 SLOTS = 9
 CHOICES = 8192
 FIRST = 64
-"""Steps before the first decision."""
+"""Number of steps before the first decision."""
 
 
 def workloads(*lengths: int, seed: int) -> Counts:
-    """Draw steps of one workload after the other, each with expert popularities from gamma(0.35)."""
+    """Draw steps from one workload after another, each with expert popularities from gamma(0.35)."""
     generator = np.random.default_rng(seed)
     segments = []
     for length in lengths:
@@ -44,7 +44,7 @@ def workloads(*lengths: int, seed: int) -> Counts:
 def replayed(
     heat_TLE: Counts, at_a_time: int = 64, first: int = FIRST, costs: Costs | None = None
 ) -> tuple[np.ndarray, list[int]]:
-    """Return the PAR of each step, mean over the layers, and the steps before which a decision fell."""
+    """Return each step's PAR, averaged over layers, and the steps just before which decisions were made."""
     (_, job) = jobs_for(["flashlb"], [Setup(SLOTS, 512, first)], PlannerSettings(threads=1), hindsight=False)
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

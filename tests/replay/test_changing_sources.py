@@ -1,4 +1,4 @@
-"""Constant heat from changing source ranks raises no alarm, and promises allow for the changing sources."""
+"""Constant heat from changing source ranks raises no alarm, and promises take the changes into account."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 320
 
 
 def prompts_on_other_ranks(seed: int) -> ArrayTrace:
-    """Return a trace in which each rank has one prompt and the prompts change ranks in every step."""
+    """Return a trace in which each rank has one prompt and the prompts change ranks at every step."""
     generator = np.random.default_rng(seed)
     shape = (LAYERS, RANKS, EXPERTS)
     popularity_LRE = np.exp(generator.normal(size=(LAYERS, 1, EXPERTS)) + 0.8 * generator.normal(size=shape))
@@ -49,7 +49,7 @@ def test_sources_that_change_raise_no_alarm_and_promises_hold() -> None:
     assert alarms
     assert not any(alarms)
     realised = float(np.mean([row.par_realised for row in rows]))
-    # The tables fit the mean sources, so steps with other sources lose at least a tenth.
+    # The tables are fitted to the mean sources, so steps with different sources lose at least a tenth.
     assert realised > 1.1
     for row in rows:
         assert row.par_planned is not None

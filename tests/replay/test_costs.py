@@ -1,4 +1,4 @@
-"""Decisions use the costs that the replay charges, and every assumption behind a result names its source."""
+"""Decisions use the same costs as the replay charges, and the source of each assumption is given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_moves_depend_on_expert_size_bandwidth_and_commit_cost() -> None:
 
 def test_a_stated_move_price_overrides_the_costs() -> None:
     settings = PlannerSettings(move_price=0.1)
-    # With either size, each part's transfer takes less than a step, so both runs decide at the same steps.
+    # At either size, transferring a part takes less than a step, so both runs decide at the same steps.
     light, heavy = (moves("flashlb", settings, bytes_per_expert=size) for size in (1000, 8_000_000))
     assert light == heavy
 
@@ -90,14 +90,15 @@ EXPERT_MS = 44_000_000 / (25e9 * 0.25) * 1e3
 
 
 def of(experts: list[int]) -> np.ndarray:
-    """Return the moves per layer and rank if one rank receives or sends ``experts[n]`` experts in layer ``n``."""
+    """Return the moves per layer and rank when one rank receives or sends ``experts[n]`` experts in layer ``n``."""
     return np.array(experts)[:, None] * np.eye(4, dtype=np.int64)[0]
 
 
 def test_a_plan_waits_for_votes_and_its_parts_commit_in_turn() -> None:
     costs = Costs(step_ms=40, solve_ms=200, bytes_per_expert=44_000_000)
     one_each = of([9] * 58)
-    # 5 steps of solving, 10 until the first transfer, 4 per vote: 9 experts take 63 ms, two steps.
+    # Solving takes 5 steps, the first transfer starts 10 steps later, and a vote takes 4. Moving 9 experts takes 63 ms,
+    # or two steps.
     assert costs.arrival_steps(one_each, one_each, 9)[[0, -1]].tolist() == [15 + 4, 15 + 58 * 4]
     few = of([1] * 58)
     steps_L = costs.arrival_steps(few, few, 9)

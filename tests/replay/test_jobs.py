@@ -1,4 +1,4 @@
-"""Results do not depend on the workers, and a lost worker or a bad trace is reported in one line."""
+"""Results do not depend on the number of workers, and a lost worker or a bad trace is reported in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file(tmp_path):
 
 
 def reported(replay):
-    """Return all decisions without their duration."""
+    """Return all decisions without their durations."""
     return [
         (policy.label, repr(replace(decision, seconds=0.0)))
         for policy in (*replay.policies, *replay.baselines)
@@ -97,7 +97,7 @@ def test_a_missing_cluster_is_reported_at_once(file, monkeypatch):
 
 @pytest.fixture
 def cells(tmp_path: Path) -> list[SweepCell]:
-    """Return the cells of two traces and two thresholds."""
+    """Return the sweep cells for two traces and two thresholds."""
     cells_of_traces = []
     for number in range(2):
         rng = np.random.default_rng(number)

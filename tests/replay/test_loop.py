@@ -1,4 +1,4 @@
-"""A replay decides on each window like the service, and scores the following steps under the current layout."""
+"""A replay decides on each window as the service does, and scores the steps that follow under the current layout."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_hindsight_is_fitted_to_the_scored_steps_and_no_policy_beats_it():
 
 
 def test_no_policy_goes_below_the_noise_floor():
-    # Each token selects eight of nine experts, so rank loads scatter less than under independent draws.
+    # Each token selects eight of nine experts, so rank loads scatter less than with independent draws.
     generator = np.random.default_rng(0)
     left_out_TL = generator.multinomial(24, np.full(9, 1 / 9), size=(120, 2))
     result = run(["none", "flashlb"], checked_heat(24 - left_out_TL), [Setup(3, 40, 30)])
@@ -108,7 +108,7 @@ def test_a_decision_takes_effect_part_by_part_after_each_transfer(each: int) -> 
     arrives_L = np.minimum(40 + costs.arrival_steps(received_LR, sent_LR, rows=20), 70)
     step = 40
     loads = []
-    # Layers take effect part by part, starting with the largest gain.
+    # Layers take effect part by part, starting with the layers that gain most.
     for update, arrives in zip(decided.layers, arrives_L[each // 2 :: each], strict=True):
         if arrives > step:
             loads.append(whole_loads(HEAT_TLE[step:arrives], *served, first_step=step))
@@ -150,7 +150,7 @@ def test_time_and_bytes_follow_from_the_stated_costs():
     assert costs.estimate_text(flashlb.par, none.par) is None
     moved = result.policies[1]
     assert flashlb.bytes_moved == 10_000_000 * moved.moves
-    # Each expert costs a fifth of its 10 us transfer, and each layer costs 2 ms.
+    # Each expert costs a fifth of its transfer time of 10 us, and each layer costs 2 ms.
     charged_ms = 0.002 * moved.total("moves_busiest") + 2 * moved.total("layers_moved")
     assert flashlb.stall_ms == pytest.approx(charged_ms / 90)
 
@@ -304,7 +304,7 @@ def test_invalid_setups_and_costs_are_rejected():
 
 
 class CountedTrace(ArrayTrace):
-    """A trace that records the steps read from it."""
+    """A trace that records which steps are read from it."""
 
     def heat(self, first, last):
         self.facts.__dict__.setdefault("read", []).extend(range(first, last))

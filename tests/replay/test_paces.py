@@ -1,4 +1,4 @@
-"""The default policy follows changes of the heat, and every step counts once."""
+"""The default policy follows changes in heat, and every step counts once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = 16
 
 
 def workloads(*seeds: int, steps: int = 96) -> np.ndarray:
-    """Return equally long segments of several workloads, one after another."""
+    """Return segments of equal length from several workloads, one after another."""
     stretches = []
     for seed in seeds:
         generator = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def test_a_late_plan_takes_effect_late() -> None:
     (late,) = run(["flashlb"], costs=costs)
     (prompt,) = run(["flashlb"])
     assert late.steps == prompt.steps
-    # Solving takes 11 steps, the ranks begin 10 steps later, and the one part with all three layers takes 4.
+    # Solving takes 11 steps, the ranks start 10 steps later, and the single part with all three layers takes 4 steps.
     assert late.decisions[0].late == 11 + 10 + 4
     assert late.par_realised > prompt.par_realised
 

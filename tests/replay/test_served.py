@@ -1,4 +1,4 @@
-"""A replay of heat recorded by source scores each rank's real tokens, step by step."""
+"""A replay of heat that was recorded by source scores each rank's actual tokens, step by step."""
 
 import numpy as np
 import pytest
@@ -26,13 +26,13 @@ EXPERTS = 8
 SLOTS = 3
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 RNG = np.random.default_rng(3)
-# The source rank of each expert's tokens changes with every step, which a mean over steps would hide.
+# The source ranks of each expert's tokens change at every step, which a mean over steps would hide.
 SOURCE_TRLE = RNG.poisson(20 * RNG.dirichlet(np.ones(RANKS), (STEPS, LAYERS, EXPERTS)).transpose(0, 3, 1, 2))
 
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Return a trace as the service records it, with tokens by slot and by source under the engines' tables."""
+    """Return a trace as recorded by the service, with tokens by slot and by source under the engines' tables."""
     slots_TLP = dealt_one_by_one(SOURCE_TRLE, PLACEMENT.default_log2phy(), RANKS * SLOTS)
     facts = TraceFacts(ranks=RANKS, slots=SLOTS)
     with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS) as writer:

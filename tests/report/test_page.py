@@ -17,7 +17,7 @@ COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
 
 
 class Page(HTMLParser):
-    """A parsed page: its open tags, all tags with attributes, and the text by tag."""
+    """A parsed page: its currently open tags, all tags with their attributes, and the text by tag."""
 
     def __init__(self, html):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Charts are complete SVG files with titles and labels, and equal for equal replays."""
+"""Charts are complete SVG files with titles and labels, and identical for identical replays."""
 
 import base64
 import math
@@ -69,7 +69,7 @@ def test_the_heat_map_scale_covers_every_value(hottest, end):
 
 
 def pixels(drawn):
-    """Return the RGB pixels of an SVG's first image, decoded according to the PNG specification."""
+    """Return the RGB pixels of the first image in an SVG, decoded according to the PNG specification."""
     data = base64.b64decode(re.search(r"data:image/png;base64,([^\"]+)", drawn)[1])
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     chunks = {}

@@ -1,7 +1,7 @@
-"""Simulate agents, their engine and the service under faults drawn from seeds.
+"""Simulate agents, their engine and the service under randomly drawn faults.
 
 ``python -m tests.simulation --seed 7`` replays one run and prints its log. ``--seeds 500`` runs many seeds and lists
-those that violated a guarantee.
+those that violate a guarantee.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.simulation.world import Outcome, World, simulate
 
 def runs(seeds: Iterable[int]) -> Iterator[Outcome]:
     """Run many seeds in parallel on the cores that this process may use."""
-    # A forked process inherits garbage. Collecting objects with threads in the parent can hang: gRPC's poller waits
-    # forever for its thread.
+    # A forked process inherits garbage. Collecting an object that has a thread in the parent can hang: gRPC's poller
+    # waits forever for its thread.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         yield from pool.map(simulate, seeds)

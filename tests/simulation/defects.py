@@ -1,4 +1,4 @@
-"""Bugs found in the past, reintroduced one at a time. The simulation must detect each of them."""
+"""Past bugs, reintroduced one at a time. The simulation must detect each of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BOUND_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Defect:
-    """The function that is replaced and the faults that expose the bug.
+    """A bug: the function that it replaces, and the faults that expose it.
 
-    With ``heals``, only the lack of recovery exposes it.
+    With ``heals``, its only symptom is that balancing does not recover.
     """
 
     holder: Any
@@ -100,7 +100,7 @@ DEFECTS: dict[str, Defect] = {
 
 
 def hunt(name: str, first: int = 1, seeds: int = 90) -> Outcome | None:
-    """Run seeds with a bug until one detects it. Return ``None`` if no seed does."""
+    """Run seeds with a bug until one exposes it. Return ``None`` if no seed does."""
     defect = DEFECTS[name]
     broken = defect.broken(getattr(defect.holder, defect.name))
     bound, many = (_BOUND_SECONDS, 6) if defect.heals else (0.0, 24)

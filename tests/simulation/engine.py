@@ -1,4 +1,4 @@
-"""One life of a simulated engine, from the meeting of its ranks' agents until one rank's process exits."""
+"""One life of a simulated engine, from when its ranks' agents meet until one rank's process exits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from worker_agent.swap.rank_layout import Identity, RankLayout
 from worker_agent.swap.rendezvous import Rendezvous
 
 _WARM_PASSES = 5000
-"""Passes before the agents meet."""
+"""Number of passes before the agents meet."""
 _SECRET = b"of this formation"
 
 
 class Engine:
-    """Ranks that meet, serve, and end together. ``number`` counts the engine's lives."""
+    """Ranks that meet, serve, and end together. ``number`` is the number of the engine's current life."""
 
     def __init__(self, world: Any, number: int) -> None:
         self.scheduler, self.network, self.shapes = world.scheduler, world.network, world.shapes
@@ -65,7 +65,7 @@ class Engine:
             process.kill()
 
     def drift(self, heat_LE: Any) -> None:
-        """From now on, give each rank these tokens per pass, int32 ``[L, E]``."""
+        """Set the tokens that each rank has per pass from now on, int32 ``[L, E]``."""
         self._heat_LE = heat_LE
         for rank in self.layers:
             self._heat_up(rank)
@@ -88,7 +88,7 @@ class Engine:
         except RuntimeError as error:
             self._end(rank, f"could not meet: {error}")
             return
-        # Work that the host has queued is complete once the simulated device has run it.
+        # The host's queued work is complete once the simulated device has run it.
         exact, agent._clock.at_rest = agent._clock.exact, partial(self.model.at_rest, rank)
         agent._clock.exact = lambda: exact() if self.model.at_rest(rank) else 0
         agent._timer = StepTimer(lambda: int(1e9 * scheduler.now))

@@ -1,4 +1,4 @@
-"""Faults of a run. Each draws its parameters from the world's seed, acts, and returns a description of the fault."""
+"""Faults for a run. Each function draws its parameters from the world's seed, injects the fault, and describes it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Faults:
         )
 
     def abort_and_late_end(world: Any) -> str:
-        """Abort a plan while one rank's transfer still runs, which then only ends during the next plan."""
+        """Abort a plan while one rank's transfer is still running; that transfer ends only during the next plan."""
         rank = world.rank()
         seconds = world.random.choice((1.0, 4.0, 8.0))
         world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
@@ -132,7 +132,7 @@ class Faults:
         return f"rank {rank} ends {seconds} s late, {other.name} aborts"
 
     def exception_anywhere(world: Any) -> str:
-        """Raise between any two lines that a rank's model thread runs in its agent."""
+        """Raise an error between any two lines of the agent that a rank's model thread runs."""
         rank = world.rank()
         lines = world.random.randint(1, 4000)
         world.engine.ranks[rank].failing_line = lines
@@ -203,4 +203,4 @@ FAULTS: dict[str, Callable[[Any], str]] = {
 """Faults by name."""
 CALL_OFF = "call off"
 BEYOND = ("counted twice", "counted from zero")
-"""Faults in the model's own count of its passes, which agents trust. They are only drawn on request."""
+"""Faults in the model's own pass count, which agents trust. They are only drawn on request."""

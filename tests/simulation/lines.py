@@ -1,4 +1,4 @@
-"""Raise errors between any two lines of the agent, on the thread of a simulated model."""
+"""Raise errors between any two lines of the agent, on a simulated model's thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.injected import leaves_a_with
 from tests.simulation.scheduler import Process
 
 _GUARD = "_contained.<locals>.contain.<locals>.call"
-"""Function that contains errors.
+"""Name of the function that contains errors.
 
-Its own lines must not fail, because no Python code could catch an error in the first one.
+No errors are raised in its own lines, because no Python code could catch an error in the first one.
 """
 
 
 @contextmanager
 def failing_lines(process: Process) -> Iterator[None]:
-    """Raise a ``MemoryError`` in this context after the number of lines in the process's ``failing_line``."""
+    """Raise a ``MemoryError`` in this context at the n-th line of agent code; n is the process's ``failing_line``."""
     if not process.failing_line:
         yield
         return

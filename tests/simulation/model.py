@@ -45,7 +45,7 @@ class SimulatedLayer:
 
 @dataclass
 class Misfits:
-    """A host's deviations from one call per pass: missed calls, repeated calls, and extra counted passes."""
+    """A host's deviations from one call per pass: missed calls, repeated calls, and surplus counted passes."""
 
     missed: int = 0
     doubled: int = 0
@@ -53,18 +53,18 @@ class Misfits:
 
 
 class Model:
-    """Passes of all ranks of one engine, which run on all devices once every rank has queued them.
+    """Forward passes of one engine's ranks. A pass runs on all devices once every rank has queued it.
 
-    Each pass uses the memory of every rank at the time when that rank queued it. Hosts run ``ahead`` of their devices
-    by that number of calls; with 1, a host waits for each pass. The number of passes between two calls is equal on all
-    ranks. It is the value of ``stride`` when the first rank queues them.
+    A pass uses each rank's memory as it was when that rank queued the pass. Hosts run up to ``ahead`` calls ahead of
+    their devices; with 1, a host waits for each pass. The number of passes between two calls is the same on all ranks:
+    the value of ``stride`` when the first rank queues them.
     """
 
     def __init__(
         self, processes: list[Process], shapes: Any, breach: Callable[[str], None], stride: Callable[[], int]
     ) -> None:
         self.placement, self.seconds = shapes.placement, shapes.pass_seconds
-        # Every other host runs further ahead, unless all hosts wait for each pass.
+        # Ranks with an odd number run further ahead, unless all hosts wait for each pass.
         self.ahead = [shapes.ahead + rank % 2 * (shapes.ahead - 1) for rank in range(len(processes))]
         self.queued = [0] * len(processes)
         self.run = self.passes = self._begun = 0

@@ -1,4 +1,4 @@
-"""Datagrams and links between simulated processes, and the faults that can affect them."""
+"""Datagrams and links between simulated processes, with their faults."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from worker_agent.swap.vote_link import Kind
 _LATENCY = (0.0001, 0.002)
 _BYTES_PER_SECOND = 1e9
 _PROGRESS = 4
-"""Index of the slowest rank's progress in a reduced ballot, after the header."""
+"""Index of the slowest rank's progress in a reduced ballot. It follows the header."""
 
 
 class Network:
-    """The network of all hosts. The rates apply to datagrams, per kind of fault, while the fault lasts."""
+    """The network between all hosts.
+
+    The rates are the fractions of datagrams that each kind of fault affects while it lasts.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -55,16 +58,19 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
-        """Return whether no message between this process and some other one has arrived for ``seconds``."""
+        """Return whether at least one link of this process has not delivered a message for ``seconds``."""
         began = self.scheduler.now - seconds
         return any(name in pair and since <= began for pair, since in self._silent.items())
 
     def end_links(self, one: str, other: str, seconds: float) -> None:
-        """End the presence links between two processes and reject new ones for ``seconds``. Nothing else breaks."""
+        """Close the presence links between two processes and reject new ones for ``seconds``.
+
+        Other traffic is unaffected.
+        """
         self._links_end[frozenset((one, other))] = self.scheduler.now + seconds
 
     def links_ended(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether the presence link between two addresses has ended and not been reopened."""
+        """Return whether the presence link between two addresses has closed and has not been reopened."""
         pair = frozenset(self.sockets[each].process.name for each in (one, other) if each in self.sockets)
         return self._links_end.get(pair, 0.0) > self.scheduler.now
 
@@ -190,7 +196,7 @@ class Socket:
 
 
 class Mesh:
-    """Links of one process group between all pairs of its ranks. They end when the first handle is released."""
+    """Links between all pairs of ranks in one process group. They close when the first handle is released."""
 
     def __init__(self, network: Network, name: str, size: int) -> None:
         self.network = network
@@ -229,9 +235,9 @@ class Mesh:
             self._break({rank for rank, (process, _) in self.handles.items() if process.name in (one, other)})
 
     def reduce(self, work: Work, number: int, values: list[int]) -> None:
-        """Record one rank's part of an all-reduce.
+        """Record one rank's contribution to an all-reduce.
 
-        Once all parts are there, each rank receives the result after its own latency.
+        Once all ranks have contributed, each receives the result after its own latency.
         """
         parts = self._reduced.setdefault(number, {})
         parts[work.rank] = (work, values)
@@ -255,7 +261,7 @@ class Mesh:
             scheduler.at(due, lambda each=each: each.reduced(lowest))
 
     def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> Work:
-        """Match a rank's sends with its peer's receives, in order."""
+        """Match a rank's sends to its peer's receives, in order."""
         self._begin(work)
         ours, theirs = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
         others = theirs.setdefault(pair, deque())
@@ -299,7 +305,7 @@ class Mesh:
             if rank in ranks:
                 self._fail(rank)
             elif rank not in self.broken_at:
-                # The process closes its own links to the remaining ranks when it learns of the break.
+                # When a process learns of the break, it closes its own links to the remaining ranks.
                 scheduler.at(scheduler.now + self.network.latency(), lambda rank=rank: self._fail(rank))
 
     def _fail(self, rank: int) -> None:
@@ -311,7 +317,7 @@ class Mesh:
 
 
 class Handle:
-    """One rank's end of a mesh, with the interface of a gloo group. Its links close with the last reference."""
+    """One rank's end of a mesh, with a gloo group's interface. Its links close when its last reference is dropped."""
 
     def __init__(self, mesh: Mesh, rank: int, process: Process) -> None:
         self._mesh = mesh
@@ -385,7 +391,10 @@ class SimulatedPeers(Peers):
 
 
 class SimulatedLinks:
-    """Presence links of one rank. They may end while both processes live, and carry messages unless they are cut."""
+    """Presence links of one rank.
+
+    A link may close while both processes are alive, and carries messages unless it is cut.
+    """
 
     complaint = None
 
@@ -404,9 +413,9 @@ class SimulatedLinks:
         self._carry(self._addresses[rank], message, self.hear)
 
     def ended(self, rank: int) -> bool:
-        """Return whether the link has ended and cannot be reopened.
+        """Return whether the link has closed and cannot be reopened.
 
-        A link cannot be reopened through a firewall or if the process is gone.
+        A link cannot be reopened if a firewall blocks it or the process is gone.
         """
         there = self._addresses[rank]
         return there not in self._network.sockets or self._network.links_ended(self._address, there)
@@ -429,7 +438,7 @@ class SimulatedLinks:
 
 
 class SimulatedGroup(AgentGroup):
-    """An agents' group that uses the simulated links."""
+    """An agent group that uses the simulated links."""
 
     network: Network
     formation: str

@@ -18,11 +18,11 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 _WAKE_SECONDS = 1e-4
-"""Longest time from an event to the turn of a thread that waits for it."""
+"""Longest time from an event until a thread that waits for it gets its turn, in seconds."""
 
 
 class Scheduler:
-    """Clock, heap and log of a run."""
+    """A run's clock, heap and log."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ class Scheduler:
         self.log.append(line)
 
     def fingerprint(self) -> tuple[int, int, int]:
-        """Return a fingerprint of the run: its log, its events, and all random draws."""
+        """Return a fingerprint of the run that covers its log, its events, and all random draws."""
         return self.digest, self.events, zlib.crc32(repr(self.random.getstate()).encode())
 
     def soon(self) -> float:
@@ -85,12 +85,12 @@ class Thread:
         self.ended.wait(timeout)
 
     def wake(self, wait: int, woken: bool = True) -> None:
-        """Let the thread continue from its wait with this number when its turn comes."""
+        """End the thread's wait with this number, so that the thread continues when its turn comes."""
         scheduler = self.process.scheduler
         scheduler.at(scheduler.soon(), lambda: self._turn(wait, woken))
 
     def wait(self, timeout: float | None) -> bool:
-        """Yield to other threads until woken or until ``timeout``. Return whether the thread was woken."""
+        """Yield to other threads until woken or until the timeout expires. Return whether the thread was woken."""
         process = self.process
         if not process.alive:
             raise GreenletExit
@@ -136,7 +136,10 @@ class Thread:
 
 
 class Process:
-    """A simulated process: threads that end together, and a clock that may drift. It is also its agent's runtime."""
+    """A simulated process: threads that end together, and a clock that may drift.
+
+    It also serves as its agent's runtime.
+    """
 
     def __init__(self, scheduler: Scheduler, name: str, drift: float = 1.0, network: Any = None) -> None:
         self.scheduler = scheduler
@@ -180,7 +183,7 @@ class Process:
         return self._began + (self.scheduler.now - self._began) / self.drift
 
     def _fail(self) -> None:
-        """Raise the error scheduled for this thread once it has read the clock the given number of times."""
+        """Raise this thread's scheduled error once the thread has read the clock the given number of times."""
         thread: Thread | None = getattr(getcurrent(), "thread", None)
         if thread is None or thread.process is not self or thread.name not in self.failing:
             return

@@ -1,4 +1,4 @@
-"""The real service on a simulated process. Only gRPC, threads, clock and disk are simulated."""
+"""The real service in a simulated process. Only gRPC, threads, the clock and the disk are simulated."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.simulation.stream import NAME, Call
 
 DEPLOYMENT = "simulated"
 _EPOCH = 1_800_000_000.0
-"""Start time of a run, in seconds since 1970."""
+"""Start time of a run as a Unix timestamp."""
 _MODULES = (agents, service, store, decider, snapshot, streams, control_plane, deployments, logs)
 
 
 class Disk:
-    """A host's disk with the store on it, which outlives services and may be full."""
+    """A host's disk, which holds the store. It outlives services and may be full."""
 
     def __init__(self) -> None:
         self.file = sqlite3.connect(store.MEMORY)
@@ -52,7 +52,7 @@ class Disk:
 
 
 class Task(asyncio.Task[Any]):
-    """A task of a simulated service. Sets of tasks have the same order in every run."""
+    """A simulated service's task. Sets of tasks are iterated in the same order in every run."""
 
     def __init__(self, coroutine: Any, loop: Loop, number: int, **named: Any) -> None:
         self.number = number
@@ -63,7 +63,7 @@ class Task(asyncio.Task[Any]):
 
 
 class Loop(asyncio.BaseEventLoop):
-    """Event loop of a process, on the scheduler's clock. All its tasks end with the process."""
+    """A process's event loop, on the scheduler's clock. All its tasks end with the process."""
 
     def __init__(self, process: Process) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Service(control_plane.ControlPlane):
         self._loop.create_task(self._answer(call))
 
     def call_off(self) -> bool:
-        """Call off the plan in progress, as if heat had changed. Return False if there is none."""
+        """Call off the plan in progress, as if heat had changed. Return False if no plan is in progress."""
         deployment = self.deployments.get(DEPLOYMENT)
         if deployment is None or deployment.plan is None or deployment.plan.called_off:
             return False
@@ -181,14 +181,14 @@ class Service(control_plane.ControlPlane):
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
         super()._plan_ended(deployment, plan)
-        # A called-off plan has balanced the layers that had switched by then.
+        # A plan that was called off has still balanced the layers that it had switched by then.
         self.done += plan.outcome is Outcome.DONE or (plan.was_called_off and plan.committed > 0)
         self.process.scheduler.note(NAME, plan.summary)
 
 
 @contextlib.contextmanager
 def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -> Iterator[None]:
-    """Give services the simulation's clock, disk and threads in this context, and report their errors as breaches."""
+    """In this context, give services the simulation's clock, disk and threads, and report their errors as breaches."""
 
     def now() -> float:
         return _EPOCH + scheduler.now

@@ -25,7 +25,7 @@ class Lost(grpc.RpcError):
 
 
 class SimulatedSettings(AgentSettings):
-    """An agent's settings whose streams to the service are simulated."""
+    """Agent settings under which streams to the service are simulated."""
 
     _streams: Any = PrivateAttr()
 
@@ -36,7 +36,7 @@ class SimulatedSettings(AgentSettings):
 
 
 class Call:
-    """Both ends of one stream: the agent iterates and cancels, and the service reads and writes.
+    """Both ends of one stream. The agent iterates and cancels, and the service reads and writes.
 
     A separate thread pulls the requests. Messages arrive in the order in which they were sent.
     """
@@ -86,7 +86,7 @@ class Call:
     async def write(self, answer: Any) -> None:
         """Send to the rank.
 
-        Plans, the only messages passed as bytes, are lost while the service's host withholds them.
+        Plans are the only messages passed as bytes. They are lost while the service's host withholds plans.
         """
         if not isinstance(answer, bytes):
             answer = answer.SerializeToString()

@@ -1,4 +1,4 @@
-"""Tests that a replay's costs predict the passes at which real agents switch the layers of a plan."""
+"""Tests that a replay's cost model predicts the passes at which real agents switch a plan's layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]
 
 
 def moved(plan: RankPlan, column: int) -> list[np.ndarray]:
-    """Return the number of experts that each rank sends (column 0 of moves) or receives (column 2), by layer."""
+    """Return the number of experts that each rank sends (``column`` 0) or receives (``column`` 2), by layer."""
     return [np.bincount(layer.moves_M5[:, column], minlength=RANKS) for layer in plan.layers]
 
 

@@ -23,11 +23,11 @@ from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
 
 _QUIET_PASSES = 50
-"""Passes before the first fault, in which the ranks vote and receive a first plan."""
+"""Number of passes before the first fault, in which the ranks vote and receive a first plan."""
 _FAULTY_PASSES = 200
-"""Passes in which faults happen."""
+"""Number of passes in which faults happen."""
 BOUND_SECONDS = 1800.0
-"""Maximum time from the last fault to the next completed plan."""
+"""Maximum number of seconds from the last fault to the next completed plan."""
 _RESTART_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _STILL_SECONDS = 3.0
@@ -36,7 +36,7 @@ _SERVICE = {"window_steps": 64, "decision_interval": 16, "report_steps": 8, "sto
 
 
 class Outcome(NamedTuple):
-    """Outcome of a run: its breaches, and how far it progressed."""
+    """Outcome of a run: its breaches and its progress."""
 
     seed: int
     breaches: tuple[str, ...]
@@ -50,16 +50,16 @@ class Outcome(NamedTuple):
 
 
 def simulate(seed: int, *arguments: Any) -> Outcome:
-    """Make one of many runs. Garbage collection ignores the objects of earlier runs."""
+    """Simulate one of many runs. Garbage collection ignores objects from earlier runs."""
     gc.collect()
     gc.freeze()
     return World(seed, *arguments).run()._replace(log=())
 
 
 class World:
-    """One run of one seed.
+    """One run with one seed.
 
-    ``kinds`` are the faults to draw from and ``many`` is their number. By default all kinds may be drawn, and the
+    ``kinds`` are the faults to draw from and ``many`` is their number. By default, all kinds may be drawn and their
     number is random. With a ``bound`` of 0, the run does not wait for balancing to recover and only checks for
     forbidden states.
     """
@@ -99,7 +99,7 @@ class World:
         self.excused = False
         self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in (*BEYOND, CALL_OFF))
         self.faults = self._drawn()
-        # Use a separate generator, so that existing seeds keep their other faults.
+        # Use a separate generator, so that the other faults of existing seeds do not change.
         self.calls = python_random.Random(seed)
         if not kinds:
             ends = [self.calls.random() for _ in range(self.calls.choice((0, 4, 8)))]
@@ -107,7 +107,8 @@ class World:
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)
-        # Links close with their last reference, so garbage is collected at moments that the run determines.
+        # Links close when their last reference is dropped, so garbage must be collected at moments that the run
+        # determines.
         gc.disable()
         try:
             with simulated(self.scheduler, self.disk, self.breach):
@@ -185,7 +186,7 @@ class World:
         return self.scheduler.now - healed
 
     def _check_service(self, service: Service) -> None:
-        """Check that an idle service knows the ranks' layout and its store has the outcomes of all plans."""
+        """Check that an idle service knows the ranks' layout and that its store has the outcomes of all plans."""
         if not self.bound or self.breaches or len(self.engine.agents) < self.shapes.ranks:
             return
         deployment = service.deployments[DEPLOYMENT]
@@ -200,10 +201,10 @@ class World:
         return self.plans_done + (self.service.done if self.service else 0)
 
     def _look(self) -> None:
-        """Restart an engine that has ended, and report a breach if it had no reason to end."""
+        """Restart the engine if it has ended, and report a breach if a rank stopped for no good reason."""
         engine = self.engine
         # An error between a vote's outcome and the install of its layer must end the engine. Other ranks may learn of
-        # the error without its reason.
+        # the error but not its reason.
         due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
             if not (self.excused or any(one in reason for one in due)):
@@ -238,7 +239,8 @@ class World:
     def stride(self) -> int:
         """Return the number of passes to run at once.
 
-        The passes of one second are run at once if all faults are over and only the clock has advanced.
+        One second's worth of passes is run at once if all faults are over and the agents' states have not changed for a
+        while.
         """
         states = [agent._switch.state for agent in self.engine.agents.values()]
         alike = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
@@ -254,7 +256,7 @@ class World:
         return heard and (deployment is None or deployment.plan is None)
 
     def drawn_heat(self) -> npt.NDArray[np.int32]:
-        """Draw the tokens of one rank in a pass, int32 ``[L, E]``. A few experts are hot."""
+        """Draw one rank's tokens for a pass, int32 ``[L, E]``. A few experts are hot."""
         draw = self.random.paretovariate
         shape = (self.shapes.layers, self.shapes.experts)
         return np.array([int(10 * draw(1.0)) for _ in range(shape[0] * shape[1])], np.int32).reshape(shape)

@@ -9,7 +9,7 @@ from tests.solver.placed_layer import PlacedLayer
 
 
 def assert_sums_hold(assignment: Assignment, layer: PlacedLayer) -> None:
-    """Compare an assignment's running sums with sums over its slots, shares and episodes."""
+    """Check that an assignment's running sums equal the sums over its slots, shares and episodes."""
     ranks = layer.case.ranks
     experts = layer.case.experts
     scaled_EN, share_N = layer.heat

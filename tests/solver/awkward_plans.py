@@ -1,4 +1,4 @@
-"""Checked plans for many small, awkward deployments, run while the kernels' indices are watched."""
+"""Plans for many small, awkward deployments, which are computed and checked while the kernels' indices are watched."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
 )
 SWITCHED = {1: SearchOptions(warm=False), 5: SearchOptions(solve_tables=False, tree_search=False)}
-"""Search options that disable steps of the method, by index in ``SETTINGS``."""
+"""Search options that disable parts of the method, by index in ``SETTINGS``."""
 
 
 def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
-    """Plan for every shape and window length with varying settings and heat; return the number of changed layers."""
+    """Plan for every shape and window length, with varying settings and heat; return the number of changed layers."""
     generator = np.random.default_rng(seed)
     changed = 0
     turn = 0
@@ -70,13 +70,13 @@ def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
 
 
 def shared_tables(placement: Placement, topology: Topology) -> np.ndarray:
-    """Return the fixed rule's tables, equal on ranks that share tokens, int32 ``[R, L, E]``."""
+    """Return the fixed rule's tables, which are equal on ranks that share tokens, int32 ``[R, L, E]``."""
     _, _, group_R = topology.token_groups()
     return placement.default_log2phy()[group_R]
 
 
 def assert_valid(decision: Plan, experts: int) -> None:
-    """Check that no layer failed and every change is a valid layout."""
+    """Check that no layer failed and that every changed layout is valid."""
     assert not any("failed" in verdict.reason for verdict in decision.verdicts), decision.verdicts
     for changed in decision.layers:
         check_layer(changed.phy2log_RS, experts)

@@ -1,4 +1,4 @@
-"""Strategies for shapes and heat in solver tests, including awkward ones."""
+"""Hypothesis strategies for shapes and heat in solver tests, including awkward ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 KNOWN_EXAMPLE = np.array([600, 560, 120, 120, 20, 10, 10, 10], dtype=np.float64)
-"""Eight experts for 8 ranks x 2 slots; 196.67 is the proven optimum with even shares."""
+"""Heat of eight experts for 8 ranks x 2 slots. With even shares, the proven optimum is 196.67."""
 
 PLAIN = ("even", "skewed")
 KINDS = (*PLAIN, "zero", "one hot", "sparse", "bursty", "alternating", "huge")
@@ -29,7 +29,7 @@ class Case:
 
 @st.composite
 def shapes(draw: st.DrawFn, most_ranks: int, most_slots: int) -> tuple[int, int, int]:
-    """Draw ranks, slots and experts that fit; tight, loose, single and indivisible shapes are frequent."""
+    """Draw ranks, slots and experts that fit together. Tight, loose, single and indivisible shapes are frequent."""
     ranks = draw(st.integers(1, most_ranks))
     slots = draw(st.integers(1, most_slots))
     kind = draw(st.sampled_from(("any", "any", "one slot", "no redundancy", "much redundancy", "one rank")))
@@ -46,7 +46,7 @@ def shapes(draw: st.DrawFn, most_ranks: int, most_slots: int) -> tuple[int, int,
 
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5, kinds: tuple[str, ...] = KINDS) -> Case:
-    """Draw any feasible shape with heat of any kind in a window of one to six episodes."""
+    """Draw any feasible shape, with any kind of heat in a window of one to six episodes."""
     ranks, slots, experts = draw(shapes(most_ranks, most_slots))
     episodes = draw(st.integers(1, 6))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -75,7 +75,7 @@ def heat_of_kind(kind: str, episodes: int, experts: int, generator: np.random.Ge
 
 
 def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.ndarray:
-    """Return each source's share of each expert's tokens, float32 ``[G, E]``; some sources may be silent."""
+    """Return each source's share of each expert's tokens, float32 ``[G, E]``. Some sources may have no tokens."""
     generator = np.random.default_rng(seed)
     if kind == "uniform":
         return np.full((sources, experts), 1 / sources, dtype=np.float32)
@@ -87,7 +87,7 @@ def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.nd
 
 
 def with_bursts_of(episodes: int, experts: int, seed: int) -> np.ndarray:
-    """Return stationary heat ``[N, E]`` with bursts: an expert's heat sometimes quadruples for eight episodes."""
+    """Return stationary heat ``[N, E]`` with bursts, in which an expert's heat quadruples for eight episodes."""
     generator = np.random.default_rng(seed)
     base_E = generator.gamma(2.0, 100.0, experts)
     start_NE = generator.random((episodes + 8, experts)) < 0.02

@@ -1,4 +1,4 @@
-"""A randomly placed case, in the types of the kernels and of their slow twins."""
+"""A randomly placed case, with the data types of the kernels and those of their slow twins."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ class PlacedLayer:
 
     @property
     def rounding(self) -> float:
-        """Bound of a risk's float32 error. The variance is a small difference of large numbers, under a root."""
+        """Bound on a risk's float32 error.
+
+        The variance, whose root is taken, is a small difference of large numbers.
+        """
         peak = max(self.case.ranks, 1)
         return 1e-5 * peak + (2e-3 * peak if self.z else 0.0)
 
 
 def random_placement(ranks: int, slots: int, experts: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw legal replica counts and place each expert on the ranks with the most free slots, int32 ``[R, S]``.
+    """Draw legal replica counts, and place each expert on the ranks with the most free slots, int32 ``[R, S]``.
 
     The slots are shuffled.
     """
@@ -64,7 +67,7 @@ def deployed_on(
     node_R: np.ndarray | None = None,
     node_G: np.ndarray | None = None,
 ) -> LayerLayout:
-    """Return the current layout, by default on one node with the engines' tables."""
+    """Return a current layout with this placement, by default on one node and with the engines' tables."""
     sources, experts = share_GE.shape
     if log2phy_GE is None:
         log2phy_GE = fixed_rule(*slots_by_expert(phy2log_RS, experts), sources)

@@ -1,8 +1,8 @@
-"""A run of the solver in plain Python that detects negative indices and reads of uninitialised memory.
+"""Run the solver in plain Python, to detect negative indices and reads of uninitialised memory.
 
 In a compiled kernel, a negative index wraps round to the end of the array, even with bounds checking. A mistaken
 negative index therefore goes unnoticed. This module rewrites every subscript of the solver so that it rejects negative
-numbers, except literal ones. It also fills uninitialised arrays with numbers that are invalid as an index.
+numbers, except literal ones. It also fills uninitialised arrays with numbers that are invalid as indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POISON = -(10**9)
 
 
 def install() -> None:
-    """Rewrite every solver module at its import. Must run before the first such import."""
+    """Rewrite every solver module when it is imported. Must run before the first such import."""
     assert not any(name.startswith("eplb_core.solver.") for name in sys.modules)
     sys.meta_path.insert(0, _Rewriter())
     from eplb_core.solver import jit
@@ -63,7 +63,7 @@ def guarded(source: str) -> ast.Module:
 
 
 def checked_index(index: Any) -> Any:
-    """Return the index unchanged. Raises ``IndexError`` if it is negative or contains a negative number."""
+    """Return the index unchanged. Raises ``IndexError`` if it is or contains a negative number."""
     if isinstance(index, (int, np.integer)) and index < 0:
         raise IndexError(f"index {index} wraps round")
     if isinstance(index, np.ndarray) and index.dtype.kind == "i" and (index < 0).any():

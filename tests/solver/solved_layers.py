@@ -1,4 +1,4 @@
-"""Calls of the solver with the planner's arguments, and checks that every result satisfies."""
+"""Solver calls with the planner's arguments, and checks that every result must pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def solve(
     share_GE: np.ndarray | None = None,
     min_gain: float = 0.0,
 ) -> tuple[Placement, list[LayerResult]]:
-    """Solve ``layers`` equal layers that start from the engines' initial layout."""
+    """Solve ``layers`` identical layers, starting from the engines' initial layout."""
     deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
     if share_GE is None:
         share_GE = np.full((case.ranks, case.experts), 1 / case.ranks)

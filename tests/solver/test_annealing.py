@@ -1,4 +1,4 @@
-"""Annealing never returns a worse placement, evaluates changes exactly, and draws the published random numbers."""
+"""Annealing never returns a worse placement, evaluates changes exactly, and matches SplitMix64's published output."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_annealing_matches_the_slow_twin() -> None:
 
 
 def searched(layer: PlacedLayer) -> None:
-    """Improve the layer by swaps and exchanges until no step gains."""
+    """Improve the layer by swaps and exchanges until no step brings a gain."""
     nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
     actual_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
     layer.phy2log_RS = actual_KRS[0].copy()

@@ -1,4 +1,4 @@
-"""Placements are legal and built from the hottest expert; tree search rates replica counts by their placement."""
+"""Placements are legal and place the hottest experts first. Tree search rates replica counts by their placement."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_sums_survive_any_changes(case: Case, seed: int, changes: int) -> No
 @given(cases(most_ranks=6, most_slots=4), st.sampled_from((0.0, 1.0, 3.0)), SEEDS, st.booleans())
 def test_each_replica_goes_to_the_coolest_rank(case: Case, z: float, seed: int, greedy: bool) -> None:
     layer = PlacedLayer(case, z, seed)
-    # Random legal counts produce the shapes in which a full rank must free a slot.
+    # Random legal counts include cases in which a full rank must free a slot.
     replicas_E = np.bincount(layer.phy2log_RS.ravel(), minlength=case.experts).astype(np.int32)
     if greedy:
         replicas_E = _greedy_replicas(expert_heat(layer.heat32, z), case.ranks, case.slots)
@@ -91,7 +91,8 @@ def test_each_replica_goes_to_the_coolest_rank(case: Case, z: float, seed: int, 
 
 
 def test_a_full_rank_frees_a_slot_if_every_open_rank_holds_the_expert() -> None:
-    # Cold experts 2, 3 and 4 fill rank 2. Every rank with a free slot already holds expert 5 at its last replica.
+    # Cold experts 2, 3 and 4 fill rank 2. When expert 5's last replica is placed, every rank with a free slot already
+    # holds the expert.
     layer = PlacedLayer(Case(3, 3, np.array([[100.0, 90.0, 3.3, 3.2, 3.1, 3.0, 0.5]])), 0.0)
     assignment = place(np.array([1, 1, 1, 1, 1, 3, 1], dtype=np.int32), layer.heat32, 3, 3, 0.0)
     assert assignment.phy2log_RS.tolist() == [[0, 5, 2], [1, 5, 6], [4, 3, 5]]
@@ -149,7 +150,7 @@ def test_leaves_are_legal_and_rated_by_their_placement(
 
 
 def is_greedy_within_groups(layer: PlacedLayer, replicas_E: np.ndarray) -> bool:
-    """Return True if the greedy rule allots the replicas of each group of the tree search."""
+    """Return True if, within each group of the tree search, replicas are allotted by the greedy rule."""
     heat_E = expert_heat(layer.heat32, layer.z)
     greedy_E = _greedy_replicas(heat_E, layer.case.ranks, layer.case.slots)
     for group_M, _ in _cut_into_groups(greedy_E, descending(heat_E), layer.case.experts):

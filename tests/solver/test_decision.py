@@ -1,4 +1,4 @@
-"""For any shape and heat, the result is a valid layout that is at least as good as the current one."""
+"""For any shape and heat, the result is a valid layout that is no worse than the current one."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @st.composite
 def grouped(draw: st.DrawFn) -> tuple[LayerLayout, int, np.random.Generator]:
-    """Draw a linear layout on possibly interleaved nodes, a fitting number of groups, and a generator."""
+    """Draw a linear layout on possibly interleaved nodes, a number of groups that fits it, and a generator."""
     generator = np.random.default_rng(draw(SEEDS))
     nodes = draw(st.integers(1, 3))
     ranks_each = draw(st.integers(1, 3))
@@ -139,7 +139,7 @@ def installed(deployed: LayerLayout, answer) -> LayerLayout:
 
 
 def homes_of_groups(deployed: LayerLayout, groups: int) -> list[set[int]]:
-    """Return the nodes that hold experts of each group."""
+    """Return the nodes that hold each group's experts."""
     experts = deployed.share_GE.shape[1]
     nodes: list[set[int]] = [set() for _ in range(groups)]
     for (rank, _), expert in np.ndenumerate(deployed.phy2log_RS):
@@ -232,7 +232,7 @@ def test_a_cool_node_is_not_changed_without_a_gain(moved_price: float) -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 2)
     even_NE = np.ones((6, 8))
     placed = installed(deployed, solve_grouped(deployed, even_NE, 2, unplaced=True))
-    # Node 0's hot expert fills a whole rank, which no move can improve. Node 1 is uneven but far cooler.
+    # On node 0, one hot expert fills a whole rank, which no move can improve. Node 1 is uneven but far cooler.
     heat_NE = np.tile([100.0, 1, 1, 1, 4, 4, 1, 1], (6, 1))
     answer = solve_grouped(placed, heat_NE, 2, move_price=moved_price)
     np.testing.assert_array_equal(answer.found.phy2log_RS[2:], placed.phy2log_RS[2:])

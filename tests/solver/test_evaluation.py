@@ -1,4 +1,4 @@
-"""The objective and the hottest ranks match their definitions after any change."""
+"""After any change, the objective and the hottest ranks match their definitions."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ class Loads:
         return self.generator.integers(0, 5, (self.ranks, self.episodes)).astype(np.float32) / 2
 
     def change(self, ranks: list[int]) -> tuple:
-        """Draw new loads for these ranks as kernel arguments; unchanged ranks are NaN, and arrays have spare room."""
+        """Draw new loads for these ranks, as kernel arguments.
+
+        Ranks without a change are NaN, and the arrays have spare room.
+        """
         changed_RN = np.full_like(self.load_RN, np.nan)
         changed_RN[ranks] = self.random_loads()[ranks]
         changed_R1 = np.zeros(self.ranks + 1, dtype=bool)
@@ -163,7 +166,7 @@ def some_ranks(load_case: Loads, data: st.DataObject) -> list[int]:
 
 
 def assert_consistent(top: TopRanks, load_RN: np.ndarray) -> None:
-    """Check both orders of the loads, and that the three ranks of each episode have the three largest loads."""
+    """Check both orders of the loads, and that each episode's three ranks have the three largest loads."""
     np.testing.assert_array_equal(top.load_RN, load_RN)
     np.testing.assert_array_equal(top.load_NR, load_RN.T)
     rank_KN, peak_KN = heat.hottest(load_RN)

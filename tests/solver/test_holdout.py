@@ -1,4 +1,4 @@
-"""The hold-out recommends the cheapest candidate on the held-out half, and only if it pays with certainty."""
+"""The hold-out recommends the candidate that is cheapest on the held-out half, and only if its gain is significant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.solver.slow import tables as slow_tables
 
 SEARCH = solved_layers.SEARCH._replace(tree_leaves=1, local_search_steps=200)
 PRICE = 0.004
-"""Gain in PAR that one moved slot must bring."""
+"""Reduction of the PAR that one moved slot must bring."""
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 
@@ -47,7 +47,7 @@ NEWER = np.zeros((3, 2), dtype=np.float32), np.full(2, 0.5)
 
 
 class Script:
-    """Stub of the candidate functions with a fixed ratio and move count per action."""
+    """Stub for the candidate functions, with a fixed ratio and move count per action."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict, least_fresh: float) -> None:
         self.pars = pars
@@ -98,7 +98,7 @@ def test_the_recommended_action_has_the_lowest_cost(
     search = SEARCH._replace(tables=tables, local_search_steps=steps)
     deployed = deployment(Case(2, 2, np.ones((4, 3))), 2, 0)
     with pytest.MonkeyPatch.context() as patch:
-        # Costs are even numbers of thousandths, so this bound never ties.
+        # Costs are even multiples of 0.001, so they never tie with this bound.
         script = Script(patch, pars, moves, least / 100 + 0.001)
         patch.setattr(
             module,
@@ -202,7 +202,7 @@ def test_annealing_is_skipped_if_its_gain_does_not_carry_over_between_halves() -
     kept = []
     for seed in range(12):
         generator = np.random.default_rng(seed)
-        # Even seeds give only noise. Odd seeds alternate between two kinds of heat.
+        # Even seeds produce only noise. Odd seeds alternate between two kinds of heat.
         share_2E = generator.dirichlet(np.full(40, 3.0), 2) if seed % 2 else np.full((2, 40), 1 / 40)
         tokens = 30_000 if seed % 2 else 300
         heat_NE = generator.multinomial(tokens, share_2E[np.arange(16) % 2]).astype(float)

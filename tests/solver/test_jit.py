@@ -64,7 +64,7 @@ def test_an_edit_of_any_source_recompiles(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def run_process(*program: str, **environment: str) -> int:
-    """Run Python with these arguments in a separate process and return the number on its last line."""
+    """Run Python with these arguments in a separate process, and return the number on the last line of its output."""
     process = subprocess.run(
         [sys.executable, "-W", "error", *program],
         env={**os.environ, **environment},

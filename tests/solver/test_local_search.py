@@ -1,4 +1,4 @@
-"""The search never raises the cost, pays for every moved slot, and always applies the best legal step."""
+"""The search never raises the cost, charges for every moved slot, and always applies the best legal step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_step_is_the_best_legal_step(z: float) -> None:
         price_K = np.array(((0.0,), (0.1, 0.01), (0.02,))[seed % 3])
         expected_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, z, price_K, 12)
         actual_KRS = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, 12)
-        # If two steps have the same gain, rounding breaks the tie.
+        # If two steps have nearly the same gain, rounding may decide between them.
         if margin > 3e-5:
             np.testing.assert_array_equal(actual_KRS, expected_KRS)
             compared += (expected_KRS != layer.phy2log_RS).any()

@@ -28,7 +28,7 @@ KINDS = st.sampled_from(("uniform", "uneven", "silent"))
 
 
 class OnNodes:
-    """A placed layer with the engines' tables on several nodes. Some sources span several nodes."""
+    """A placed layer on several nodes, with the engines' tables. Some sources span several nodes."""
 
     def __init__(self, case: Case, sources: int, nodes: int, kind: str, seed: int) -> None:
         self.placed = PlacedLayer(case, 1.0, seed)

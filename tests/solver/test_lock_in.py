@@ -9,7 +9,7 @@ from eplb_service import solve
 
 
 def with_hot_experts(share: float, hot: int, shape: tuple[int, int, int], seed: int) -> np.ndarray:
-    """Return heat ``[T, 1, E]`` with this fraction spread evenly over ``hot`` experts and the rest unevenly."""
+    """Return heat ``[T, 1, E]``: a fraction ``share`` is spread evenly over ``hot`` experts, and the rest unevenly."""
     experts = shape[0]
     generator = np.random.default_rng([experts, hot, seed])
     popularity_E = np.exp(0.7 * generator.standard_normal(experts))

@@ -1,4 +1,4 @@
-"""The planner rarely searches from scratch without a gain, which keeps decisions within their CPU budget."""
+"""The planner rarely searches from scratch in vain, which keeps decisions within their CPU budget."""
 
 from __future__ import annotations
 

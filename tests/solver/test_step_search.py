@@ -1,4 +1,4 @@
-"""The search for stepwise splits never raises the cost, pays for its moves, and beats placements for even splits."""
+"""The search for stepwise splits never raises the cost, charges for its moves, and beats placements for even splits."""
 
 from __future__ import annotations
 

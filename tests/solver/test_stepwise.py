@@ -1,4 +1,4 @@
-"""The split of a step is the optimum of the linear program, for whole and fractional tokens, and has a proof."""
+"""The stepwise split is the optimum of the linear program, for whole and fractional tokens, and comes with a proof."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_episode_has_its_optimal_level() -> None:
 
 def test_the_known_example_reaches_the_mean_load() -> None:
     solution = solve(KNOWN_EXAMPLE.astype(np.int64)[None, None], 8, 2, split="step")
-    # The mean of 1450 whole tokens on 8 ranks, rounded up. The best even split has 196.67.
+    # This is the mean of 1450 whole tokens over 8 ranks, rounded up. The best even split reaches 196.67.
     assert solution.hottest_after_L[0] == 182
 
 
@@ -97,5 +97,5 @@ def test_fractional_tokens_are_split_optimally_and_rounding_leaves_no_traces(cas
         np.testing.assert_allclose(split_E / scale, heat_E / scale, atol=1e-5)
         hottest = tokens_P.reshape(phy2log_RS.shape).sum(axis=1).max()
         assert hottest / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E / scale), abs=1e-5)
-        # A rounding residue would make an idle slot look busy.
+        # A rounding residue would make an idle slot appear busy.
         assert not ((tokens_P > 0) & (tokens_P <= 1e-7 * scale / case.ranks)).any()

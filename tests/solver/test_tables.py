@@ -1,4 +1,4 @@
-"""Tables follow their rules, are never worse than the fixed rule on the window, and improve by swaps of experts."""
+"""Tables follow their rules, are never worse than the fixed rule on the window, and improve by swapping experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Z = st.sampled_from((0.0, 1.0))
 
 
 class Sources:
-    """A placed layer, the split of its tokens over sources, and the fixed rule."""
+    """A placed layer, the split of its tokens over sources, and the fixed rule's tables."""
 
     def __init__(self, case: Case, z: float, sources: int, kind: str, seed: int) -> None:
         self.layer = PlacedLayer(case, z, seed)
@@ -139,12 +139,15 @@ def test_solved_tables_gain_much_if_sources_are_uneven() -> None:
 
 
 def company(table_GE: np.ndarray) -> list[list[list[bool]]]:
-    """Return which sources use the same replica, for each expert."""
+    """Return, for each expert, which sources use the same replica."""
     return [(column_G[:, None] == column_G).tolist() for column_G in table_GE.T]
 
 
 RELIEVED_BUT_HIGHER = Case(4, 2, np.array([[85.0, 64, 51, 27, 31], [5, 8, 2, 18, 81]]))
-"""A swap here relieves the hottest rank on the scale before the swap, but raises the smooth maximum, 5.486 to 5.623."""
+"""A case with a deceptive swap.
+
+It relieves the hottest rank on the scale before the swap, but raises the smooth maximum from 5.486 to 5.623.
+"""
 
 
 @SETTINGS
@@ -217,7 +220,7 @@ def test_swaps_through_tables_choose_the_best_swap() -> None:
         result_RS = swap_through_tables(
             scene.phy2log_RS, table_GE, scene.layer.heat32, scene.share_GE, 0.0, 12
         )
-        # If two swaps have the same gain, rounding breaks the tie.
+        # If two swaps have nearly the same gain, rounding may decide between them.
         if margin > 3e-5:
             np.testing.assert_array_equal(result_RS, scene.phy2log_RS.ravel()[expected_RS])
             np.testing.assert_array_equal(table_GE, expected_RS.ravel().argsort()[scene.rule_GE])

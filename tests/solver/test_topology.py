@@ -1,4 +1,4 @@
-"""New placements keep experts on their ranks and in their slots as far as possible, and every move has a sender."""
+"""New placements leave as many experts as possible on their ranks and in their slots, and every move has a sender."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def two_placements(shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a new and a current placement: unrelated, or the same with shuffled ranks and slots."""
+    """Return a new and a current placement, which are unrelated or differ only by shuffled ranks and slots."""
     generator = np.random.default_rng(seed)
     new_RS = random_placement(*shape, generator)
     if seed % 2:

@@ -1,4 +1,4 @@
-"""Loads in whole tokens have the distribution of the slow twin and are reproducible."""
+"""Loads in whole tokens have the same distribution as in the slow twin, and are reproducible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def without_tables(share_P: np.ndarray = SHARE_P, spread: float = 1.0) -> HostSp
 
 
 def dealing() -> HostSplit:
-    """Return the split of four sources with unequal shares and dealing tables of three entries."""
+    """Return the split for four sources with unequal shares, and dealing tables of three entries."""
     table_RED = np.zeros((4, EXPERTS, 3), dtype=np.int32)
     generator = np.random.default_rng(3)
     for expert in range(EXPERTS):

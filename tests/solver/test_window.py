@@ -1,4 +1,4 @@
-"""The forecast is the one that predicts the newer half best, and standard errors account for autocorrelation."""
+"""The forecast that predicts the held-out half best is chosen, and standard errors account for autocorrelation."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_skewness_is_the_mean_of_the_experts(episodes: int, experts: int, seed: 
 def test_alternating_heat_is_not_trimmed() -> None:
     generator = np.random.default_rng(0)
     first_E, second_E = generator.dirichlet(np.ones(64), 2)
-    # Trimming would keep only the first kind of heat, and the newer half happens to be of this kind.
+    # Trimming would keep only the first kind of heat, and the held-out half happens to be of this kind.
     kinds_NE = np.array([first_E] * 24 + [second_E] * 8 + [first_E] * 32)
     heat_NE = np.stack([generator.multinomial(20_000, row_E) for row_E in kinds_NE]).astype(float)
     assert not choose_forecast(episodes_of(heat_NE, RANKS), np.array([math.inf])).trimmed
@@ -206,7 +206,7 @@ def test_the_standard_error_matches_the_textbook_and_grows_with_autocorrelation(
     generator = np.random.default_rng(0)
     assert standard_error(generator.normal(size=4000)) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
     repeated_N = np.repeat(generator.normal(size=500), 8)
-    # There are only 500 independent values. The lag window covers most of the correlation.
+    # Only 500 of the values are independent. The lag window covers most of the correlation.
     assert standard_error(repeated_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
     assert standard_error(repeated_N[:0]) == standard_error(repeated_N[:1]) == np.inf
 

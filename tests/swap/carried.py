@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class PlainLayer:
-    """Weights of one layer. Slot ``s`` of rank ``r`` holds ``100 r + s`` plus random noise."""
+    """A layer's weights. Slot ``s`` of rank ``r`` holds ``100 r + s`` plus random noise."""
 
     def __init__(self, rank: int, device: torch.device = CPU) -> None:
         fill = (100.0 * rank + torch.arange(SLOTS)).reshape(-1, 1, 1)
@@ -31,7 +31,7 @@ class PlainLayer:
 
 
 def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
-    """Return the order to transfer layer 0 with these moves, rows of ``moves_M5``, on lane 0."""
+    """Return the order to transfer layer 0 on lane 0 with these moves, which are rows of ``moves_M5``."""
     moves_M5 = np.array(moves, dtype=np.int32)
     zeros_RS = np.zeros((RANKS, SLOTS), dtype=np.int32)
     source_RS = sources_of(moves_M5, RANKS, SLOTS)
@@ -39,7 +39,7 @@ def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
 
 
 class GlooAsDevice:
-    """Device group over gloo that rejects tensors that HCCL would read incorrectly."""
+    """Gloo-backed device group that rejects tensors that HCCL would read incorrectly."""
 
     sends_views = False
 
@@ -56,7 +56,8 @@ class GlooAsDevice:
             works.append(self._group.recv([incoming.data], incoming.peer, 0))
         if outgoing is not None:
             works.append(self._group.send([outgoing.data], outgoing.peer, 0))
-        # A stream runs its operations in order. Without one, the data must have arrived before the lane copies it.
+        # A stream would run operations in order. There is no stream here, so the data must arrive before the lane
+        # copies it.
         for work in works:
             work.wait()
 
@@ -69,7 +70,7 @@ class GlooAsDevice:
 
 
 class LateMark(Mark):
-    """Mark that is passed at the third poll."""
+    """Mark that counts as reached at the third poll."""
 
     polls = 0
 

@@ -1,4 +1,4 @@
-"""State of the explored world as a value: three ranks' machines and their surroundings, copied and compared."""
+"""The explored world's state, as a value to copy and compare: three ranks' state machines and their environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFFER_DEADLINE = 8
 
 
 class Running(NamedTuple):
-    """Transfer that a rank's thread is running."""
+    """Transfer that a rank's transfer thread is running."""
 
     generation: int
     lane: int
@@ -51,7 +51,7 @@ class Vote(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """Remaining number of faults of each kind that may happen."""
+    """Number of faults of each kind that may still happen."""
 
     transfers: int = 0
     errors: int = 0
@@ -72,7 +72,7 @@ class Faults(NamedTuple):
 class Scenario:
     """One or two plans, the initial layouts, the state machine, and the variants of the protocol around it.
 
-    Each layer of a plan moves one expert to some rank. The staging of a rank holds ``rows`` experts.
+    Each layer of a plan moves one expert to one rank. A rank's staging buffer holds ``rows`` experts.
     """
 
     name: str
@@ -90,12 +90,12 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """Name and faults, for reports."""
+        """Scenario name and faults, for reports."""
         return f"{self.name}; {self.faults}"
 
 
 class State:
-    """State of all ranks; ``World`` adds the events."""
+    """State of all ranks. ``World`` adds the events."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -141,7 +141,7 @@ class State:
         )
 
     def _in_canonical_order(self, keys: list[tuple[Any, ...]]) -> list[Any]:
-        """Return the ranks' keys in canonical order, each with the peers that the rank knows to be in doubt."""
+        """Return the ranks' keys in canonical order, each with the peers that the rank knows are in doubt."""
         hashes = [hash(key) for key in keys]
         in_doubt = [frozenset[int]()] * RANKS
         if self.vote is not None:

@@ -26,7 +26,7 @@ from worker_agent.swap.machine import (
 
 
 class World(State):
-    """State with its possible events (``events``) and their successor states (``after``)."""
+    """A state, its possible events (``events``) and their successor states (``after``)."""
 
     def events(self) -> Iterator[Event]:
         """Yield every event that is possible in this state."""
@@ -86,7 +86,7 @@ class World(State):
 
     @property
     def settled(self) -> bool:
-        """True if no plan, transfer or vote is in progress, or if every rank has stopped."""
+        """True if every rank has stopped, or if no plan, transfer or vote is in progress."""
         idle = all(m.progress == Progress.IDLE for m in self.machines) or len(self.lost) == RANKS
         return len(self.fatal) == RANKS or (idle and self.vote is None and not any(self.transfers))
 
@@ -135,7 +135,7 @@ class World(State):
         self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation, "failed")
 
     def _error(self, rank: int) -> None:
-        """Fail outside a commit: the rank leaves the votes and settles the current one."""
+        """Make a rank fail outside a commit: it leaves the votes and settles the current one."""
         self.faults = self.faults._replace(errors=self.faults.errors - 1)
         if self.vote is not None and rank in self.vote.pending:
             if self.scenario.settles_errors:
@@ -208,7 +208,7 @@ class World(State):
             self._settled(rank, verdict)
 
     def _ask(self, rank: int, peer: int) -> None:
-        """Let a rank in doubt ask a peer and process the answer immediately."""
+        """Make a rank in doubt ask a peer and process the answer immediately."""
         verdict = self._settlement(peer, self.vote.settlements[peer].with_doubt())
         settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, verdict))
         if settled is not Verdict.IN_DOUBT:
@@ -252,7 +252,7 @@ class World(State):
         self.lost = frozenset()
 
     def _skip(self, rank: int) -> None:
-        """Miss a call of the rank's host: the rank counts the vote one forward pass later."""
+        """Skip one of the host's calls, so that the rank counts the vote one forward pass later."""
         self.faults = self.faults._replace(skips=self.faults.skips - 1)
         self.forwards = _incremented(self.forwards, rank)
 
@@ -284,7 +284,7 @@ class World(State):
             if self.fatal and self.scenario.reports_failures:
                 self.fatal = frozenset(range(RANKS))
 
-    # Actions of the machines
+    # Actions of the state machines
 
     def _act(self, rank: int, transition: Transition) -> None:
         self.machines[rank], actions = transition
@@ -296,7 +296,7 @@ class World(State):
             elif isinstance(action, Commit):
                 self._commit(rank, action)
             elif isinstance(action, PlanStatus) and action.state.drops_layers:
-                # Like the driver, keep the staged experts if the status is about another plan.
+                # Like the driver, keep the staged experts if the status is for a different plan.
                 self.staged[rank] = self.staged[rank] if self.machines[rank].plan is not None else None
             elif isinstance(action, Halted):
                 self.fatal |= {rank}
@@ -314,7 +314,7 @@ class World(State):
             self.fatal |= {rank}
             return
         if self.scenario.confirms_settled or rank not in self.vote.settling:
-            # After an install, the ranks confirm it to each other in one collective.
+            # After an install, a collective confirms it among the ranks.
             self.collectives = _incremented(self.collectives, rank)
         staged = self.staged[rank]
         weights = list(self.weights[rank])

@@ -1,7 +1,7 @@
-"""Exhaustive exploration of the layer switch with three ranks and two plans; ``make explore`` prints the counts.
+"""Exhaustive exploration of layer switches with three ranks and two plans. ``make explore`` prints the state counts.
 
 Each fault is explored in all scenarios. Combinations of faults are explored only in the smallest scenario that still
-has a plan of two layers, an abort halfway and a later plan of another service.
+has a plan of two layers, an abort halfway, and a later plan from a different service.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COMBINED = (
 def scenarios(faults: Faults) -> list[Scenario]:
     """Return the scenarios with these faults, in the order of the indices above.
 
-    In the last scenario, the first plan switches in two parts, of two layers and of one.
+    In the last scenario, the first plan has two parts: one of two layers, then one of a single layer.
     """
     astray = (FIRST, FIRST.with_layer(0, 7, 7), FIRST)
     assert len(astray) == RANKS
@@ -73,7 +73,7 @@ def scenarios(faults: Faults) -> list[Scenario]:
 
 
 def all_scenarios() -> list[Scenario]:
-    """Return all scenarios that ``make explore`` walks, longest first."""
+    """Return all scenarios that ``make explore`` walks, starting with the one that takes longest."""
     combined = [scenarios(faults)[LATE] for faults in COMBINED]
     return [*combined, *(scenario for faults in reversed(SINGLE) for scenario in scenarios(faults))]
 
@@ -90,7 +90,7 @@ def in_parallel(function: Callable[[Any], Any], arguments: Iterable[Any]) -> Ite
 
 
 def main() -> None:
-    """Walk all scenarios, then hunt the mutants; exit with 1 if a promise is broken or a mutant survives."""
+    """Walk all scenarios, then hunt the mutants. Exit with code 1 if a promise is broken or a mutant survives."""
     from tests.swap.mutants import hunt
 
     sys.exit(not report(in_parallel(walk, all_scenarios()), hunt()))

@@ -1,4 +1,4 @@
-"""State machines of the switch with one broken transition each; the explorer must catch all of them."""
+"""Switch state machines that each have one broken transition. The explorer must catch all of them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class _Reinterpreted:
 
 
 def _meaning(change: Callable[[VoteOutcome], VoteResult]) -> Methods:
-    """Change the result that a machine derives from a vote's outcome."""
+    """Change the result that a state machine derives from a vote's outcome."""
     decide: Any = SwitchState.decide
     return {"decide": lambda self, outcome: decide(self, _Reinterpreted(outcome, change(outcome)))}
 
 
 def _ballot(change: Callable[[Ballot], Ballot]) -> Methods:
-    """Change the ballot that a machine casts."""
+    """Change the ballot that a state machine casts."""
     ballot: Any = SwitchState.ballot
     return {"ballot": property(lambda self: change(ballot.fget(self)))}
 
@@ -53,7 +53,7 @@ def _arguments(method: str, change: Callable[..., tuple[Any, ...]]) -> Methods:
 
 
 def _state(method: str, change: Callable[[Any, Any], SwitchState]) -> Methods:
-    """Replace the state that a transition returns; ``change`` gets the states before and after it."""
+    """Replace the state that a transition returns. ``change`` receives the states before and after it."""
     original = getattr(SwitchState, method)
 
     def changed(self: Any, *arguments: Any) -> Transition:
@@ -193,7 +193,7 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "VotesWithoutItsLayout": _ballot(lambda ballot: replace(ballot, installed=1)),
     },
 }
-"""Changed methods of each mutant, grouped by the scenario and faults that expose it soonest."""
+"""Each mutant's changed methods, grouped by the scenario and faults that expose the mutant soonest."""
 
 
 class AbortsWithoutAsking(Settlement):
@@ -213,7 +213,7 @@ class CommitsAfterAnsweringInDoubt(Settlement):
 
 
 def broken_scenarios() -> dict[str, Scenario]:
-    """Return the scenario of each mutant, by its name."""
+    """Return each mutant's scenario, keyed by the mutant's name."""
     broken = {
         name: replace(scenarios(faults)[index], machine=type(name, (SwitchState,), methods))
         for (index, faults), machines in MUTANTS.items()

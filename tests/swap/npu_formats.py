@@ -1,4 +1,4 @@
-"""Fakes for NPU formats: tagged tensors, and a process group that sends them like torch_npu.
+"""Fakes for NPU formats: tagged tensors, and a process group that sends them as torch_npu does.
 
 ``getNumelForHCCL`` (torch_npu/csrc/distributed, Ascend/pytorch): a tensor that is not in a base format must begin at
 the start of its storage. The whole storage is then sent, including the padding. A view has the format of its storage.
@@ -21,14 +21,14 @@ from worker_agent.swap.lane import Lane, Lanes, Parcel, _DeviceLane, _HostLane
 ND = 2
 NZ = 29
 _TAGS: dict[int, int] = {}
-"""Format by storage address. All other storages are ND."""
+"""Format of each tagged storage, by address. All other storages are in ND format."""
 _PADDING = 64
 
 
 def tagged(tensor: torch.Tensor, number: int = NZ) -> torch.Tensor:
-    """Return the tensor at the start of a padded storage of this format."""
+    """Return a copy of the tensor at the start of a padded storage in this format."""
     padded = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
-    # The address may belong to a new storage after the old one was freed.
+    # Tags go by address, so the storage is kept alive; otherwise, a new storage could reuse the address.
     _TAGS[padded.untyped_storage().data_ptr()] = number
     _KEPT.append(padded)
     return padded[: tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -43,7 +43,7 @@ def format_of(tensor: torch.Tensor) -> int:
 
 
 def install() -> None:
-    """Patch this process to use these formats, with an ``empty_like`` that preserves them like torch_npu's."""
+    """Patch this process to use these formats, with an ``empty_like`` that preserves them, like that of torch_npu."""
     for module in (device_module, lane_module, weights_module):
         module.format_of = format_of
     device_module.in_order = lambda tensor: tensor.clone() if device_module.in_blocks(tensor) else tensor

@@ -1,4 +1,4 @@
-"""A small placement, and plans from it without moves, for tests of wire messages."""
+"""A small placement, and plans without moves that start from it, for tests of wire messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ INSTALLED = RankLayout.first(1, LINEAR, LINEAR.default_log2phy()[1])
 def plan_of(*turns: int, token_groups: tuple[int, ...] = (0, 1, 2)) -> RankPlan:
     """Return rank 1's plan for the first layers.
 
-    Layer ``i`` adds ``turns[i]`` to every expert number, modulo ``EXPERTS``. A turn of 0 changes only the tables.
+    In layer ``i``, ``turns[i]`` is added to every expert number, modulo ``EXPERTS``. A turn of 0 changes only the
+    tables.
     """
     layers = []
     for layer, turn in enumerate(turns):

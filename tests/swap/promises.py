@@ -1,4 +1,4 @@
-"""Checks of ARCHITECTURE.md's promises on the explored world, at each action and in every state."""
+"""Checks of ARCHITECTURE.md's promises in the explored world, at each action and in every state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> 
 
 
 def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None:
-    """Check a rank that has received a call-off from the service."""
+    """Check a rank that has received a call-off."""
     must(after.progress == before.progress, "changed its progress without a vote")
     holds = before.plan is not None and before.plan.plan_id == plan.plan_id
     must(
@@ -75,7 +75,7 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
 
 
 def check_state(state: State) -> None:
-    """Check the invariants of every state."""
+    """Check the invariants that hold in every state."""
     for rank, machine in enumerate(state.machines):
         must(
             rank in state.fatal or state.weights[rank] == machine.installed.tags,

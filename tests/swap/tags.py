@@ -1,4 +1,4 @@
-"""Plans and placements reduced to tags, so that a state of the explored world takes only a few dozen integers."""
+"""Plans and placements reduced to tags, so that the explored world's state consists of only a few dozen integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class TagLayer(NamedTuple):
-    """One layer of a plan: its index, and the tag of its new weights and tables."""
+    """One layer of a plan: its index, and the tag for its new weights and tables."""
 
     layer: int
     phy2log_RS: int
@@ -33,13 +33,13 @@ class TagPlan(NamedTuple):
 
     @property
     def moved_LC(self) -> npt.NDArray[np.int64]:
-        """Number of experts that move in each layer: one, on one rank."""
+        """Number of experts that move in each layer: one expert, to one rank."""
         return np.ones((len(self.layers), 1), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TagInstalled:
-    """Layout of a rank: a tag per layer."""
+    """A rank's layout: one tag per layer."""
 
     epoch: int
     tags: tuple[int, ...]

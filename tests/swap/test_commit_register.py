@@ -31,7 +31,7 @@ def test_a_rank_with_the_outcome_does_not_ask_its_peers() -> None:
 
 def test_a_rank_whose_peer_does_not_answer_stops_serving() -> None:
     asker, peer, _ = joined(RANKS, patience=0.3)
-    # The peer's link stays open but it does not answer, like a frozen process.
+    # The peer keeps its link open but does not answer, like a frozen process.
     peer.peers._secret = b"another secret"
     with pytest.raises(
         FatalSwitchError, match=r"vote 3 may have committed a layer, and ranks \[1\] did not answer"

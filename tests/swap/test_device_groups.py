@@ -1,4 +1,4 @@
-"""The NCCL and HCCL groups: their calls, the order of these calls, and options that never end the process."""
+"""The NCCL and HCCL groups: their calls, the order of the calls, and options that never let them kill the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN = Parcel(1, torch.zeros(3, dtype=torch.uint8))
 
 
 class FakeLibrary:
-    """Fake of a process group that records its calls, and the environment variables during its construction."""
+    """Fake process group that records its calls, and the environment variables at the time of its construction."""
 
     log: list[str] = []  # noqa: RUF012 - emptied by each test
     options: Any = None

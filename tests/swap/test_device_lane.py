@@ -1,4 +1,4 @@
-"""Device lanes respect order and deadlines, and never reuse memory that the device may still access."""
+"""Device lanes preserve order, meet deadlines, and never reuse memory that the device may still access."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeGroup:
 
 
 class FakeHost:
-    """Handshake that every peer joins, unless ``absent``."""
+    """Handshake that every peer joins, except the ``absent`` ones."""
 
     def __init__(self, log: list[str], *, absent: bool = False) -> None:
         self._log = log
@@ -62,7 +62,7 @@ class FakeHost:
 
 
 class FakeMark(Mark):
-    """Mark that the device passes once ``reached`` returns True."""
+    """Mark that the device reaches once ``reached`` returns True."""
 
     def __init__(self, log: list[str], reached: Callable[[], bool]) -> None:
         self._log = log
@@ -83,7 +83,7 @@ def _parcel(peer: int) -> Parcel:
 
 
 def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
-    """Return a lane on which peers announce the sizes that this rank expects."""
+    """Return a lane whose peers announce the sizes that this rank expects."""
     host = FakeHost(log, absent=changes.pop("absent", False))
     return _DeviceLane(FakeGroup(log, **changes), host, lambda: FakeMark(log, reached))
 
@@ -121,7 +121,7 @@ def test_a_lane_that_cannot_be_aborted_keeps_its_memory(aborts, monkeypatch) -> 
 
 
 class OneLane:
-    """Lanes of rank 0 that always return the same lane."""
+    """Rank 0's lanes, which always return the same lane."""
 
     rank = 0
     device = CPU
@@ -172,7 +172,7 @@ def test_a_hanging_transfer_thread_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 class LoggedStream(SideStream):
-    """Side stream that records when work is queued on it."""
+    """Side stream that logs when work is queued on it."""
 
     log: list[str] = []  # noqa: RUF012 - reset by its test
 
@@ -184,7 +184,10 @@ class LoggedStream(SideStream):
 def test_staging_is_written_after_the_queued_model_work_and_reported_when_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A commit queued before the transfer reads the old experts, and the next one reads all of the new ones."""
+    """A commit that is queued before the transfer reads the old experts.
+
+    The next commit reads the complete new ones.
+    """
     log = LoggedStream.log = []
     arrived = [False]
     monkeypatch.setattr(transfer, "Mark", lambda _: FakeMark(log, lambda: True))

@@ -1,4 +1,4 @@
-"""The exploration of the switch: every promise holds in all interleavings, and every mutant is caught."""
+"""Exploration of layer switches: every promise holds in all interleavings, and every mutant is caught."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.swap.mutants import hunt
     ],
 )
 def test_every_interleaving_keeps_every_promise(faults: Faults, scenario: int) -> None:
-    """Only the small scenarios; `make explore` walks all of them and prints the counts."""
+    """Only the small scenarios are walked here; `make explore` walks all of them and prints the state counts."""
     result = walk(scenarios(faults)[scenario])
     assert result.broken is None, result.broken
     assert result.states > 100

@@ -1,4 +1,4 @@
-"""The choice of transfer library for a device, and transfers over every kind of lane."""
+"""The choice of a transfer library for a device, and transfers over every kind of lane."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_a_library_for_another_device_type_is_rejected(backend, device_type, sup
 
 
 MOVES = [(2, 0, 0, 2, 0), (0, 1, 1, 0, 0), (0, 3, 2, 1, 0), (1, 2, 2, 3, 0)]
-"""A ring of moves and one more move: source rank and slot, destination rank and slot, expert."""
+"""A ring of moves, plus one more. Columns: source rank and slot, destination rank and slot, expert."""
 
 
 def exchange_experts(make_lanes: Callable[[AgentGroup], Lanes], device: torch.device = CPU) -> None:
-    """Run two transfers with checksums and chunks of odd size; check the staged experts against their sources."""
+    """Run two transfers with checksums and chunks of odd size, and check the staged experts against their sources."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     layer = PlainLayer(group.rank, device)
     weights_by_rank: list[Any] = [None] * group.size
@@ -83,14 +83,14 @@ def _exchange_over(backend: str, kind: str) -> None:
     [("auto", "cpu", 0), ("gloo", "like a device", 0), ("gloo", "cuda", 1), ("auto", "cuda", RANKS)],
 )
 def test_experts_arrive_intact_over_every_kind_of_lane(backend: Any, kind: str, gpus: int) -> None:
-    """On GPUs, gloo transfers through host memory and NCCL directly; NCCL needs one GPU per rank."""
+    """On GPUs, gloo transfers experts through host memory, and NCCL directly. NCCL needs one GPU per rank."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"this machine has fewer than {gpus} GPUs")
     run_ranks(RANKS, _exchange_over, choose_backend(backend, "cpu" if kind != "cuda" else kind), kind)
 
 
 def _mismatched_sizes() -> tuple[str, float]:
-    """Exchange parcels whose sizes differ between the ranks; return this rank's error and the elapsed seconds."""
+    """Exchange parcels of sizes that the ranks disagree on; return this rank's error and the elapsed seconds."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes = Lanes(group, "gloo", CPU, timedelta(seconds=20))
     lanes.open_first()
@@ -116,7 +116,7 @@ def test_experts_of_different_sizes_raise_an_error_on_both_ranks() -> None:
 
 
 def _late() -> float:
-    """Delay rank 1 by half a second; return the seconds for which the exchange reports the link busy."""
+    """Delay rank 1 by half a second; return the link time that the exchange reports, in seconds."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes = Lanes(group, "gloo", CPU, timedelta(seconds=20))
     lanes.open_first()
@@ -129,5 +129,5 @@ def _late() -> float:
 
 
 def test_waiting_for_a_peer_does_not_count_as_time_on_the_link() -> None:
-    """Otherwise each rank's pause would count as link time on its peer and lengthen the pause there."""
+    """Otherwise, a rank's pause would count as link time on its peer and lengthen the peer's pause."""
     assert max(run_ranks(2, _late)) < 0.4

@@ -1,4 +1,4 @@
-"""The link guard: only members of a group connect to its ranks, during and after the opening of their links."""
+"""The link guard: only members of a group can connect to its ranks, while their links open and afterwards."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_filter_accepts_its_hosts_and_loopback_addresses() -> None:
         program = _filter_program(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
         _attach(opened, program)
         assert _accepts(opened, "::1")
-        # Without the first half of the program, which accepts ::1, it is rejected.
+        # Without the first half of the program, which accepts ::1, that address is rejected.
         _attach(opened, program[len(program) // 2 :])
         assert not _accepts(opened, "::1")
 
 
 def test_ports_reject_connections_after_the_links_are_open_and_votes_continue() -> None:
     groups = joined(3)
-    # Ports of the presence links stay open to the group's hosts and are not counted.
+    # The presence links' ports stay open to the group's hosts and are not counted.
     before = _listening_ports()
     opened = _opened(groups, "vote")
     ports = _listening_ports() - before

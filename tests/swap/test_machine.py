@@ -1,4 +1,4 @@
-"""A rank's state machine names the reason when it rejects or drops a plan; the explorer covers several ranks."""
+"""A rank's state machine gives the reason when it rejects or drops a plan. The explorer covers several ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_dropped_plan_reports_the_first_reason(machine: SwitchState, reason: s
 
 
 def outcome_of(*machines: SwitchState) -> VoteOutcome:
-    """Return the outcome of a vote of these machines."""
+    """Return the outcome of a vote among these state machines."""
     return VoteOutcome.decode(
         [min(column) for column in zip(*(m.ballot.encode() for m in machines), strict=True)]
     )

@@ -1,4 +1,4 @@
-"""Transfers of experts in the NPU's private formats, which torch_npu sends only as whole storages."""
+"""Transfers of experts in the NPU's private formats, for which torch_npu only sends whole storages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 HIDDEN = 7168
 INTERMEDIATE = 2048
-"""An expert of DeepSeek-V3 in W8A8 takes 44 MB. In chunks, its larger tensor would take seven messages."""
+"""A DeepSeek-V3 expert in W8A8 takes 44 MB. Split into chunks, its larger tensor would take seven messages."""
 W13 = (HIDDEN, 2 * INTERMEDIATE)
 W2 = (INTERMEDIATE, HIDDEN)
 MOVES = [(0, 0, 1, 1, 0), (1, 0, 0, 1, 1)]
 
 
 class QuantisedLayer:
-    """Two slots of W8A8 experts as vLLM-Ascend stores them: lists of NZ tensors, and scales in ND format."""
+    """Two slots of W8A8 experts as stored by vLLM-Ascend: lists of NZ tensors, and scales in ND format."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(rank)
@@ -45,7 +45,7 @@ class QuantisedLayer:
 
 
 def moved(backend: str) -> dict[str, Any]:
-    """Exchange experts between two ranks; compare them with their sources and count the handshakes."""
+    """Exchange experts between two ranks, compare them with their sources, and count the handshakes."""
     npu_formats.install()
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     lanes_type = npu_formats.FakeHcclLanes if backend == "hccl" else Lanes

@@ -1,4 +1,4 @@
-"""Messages between peers: only members of a group ask, answer and open links, and peers read each other's keys."""
+"""Messages between peers: only group members can ask, answer and open links, and peers read each other's keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
     assert second.store.get("key") == b"value"
     forger = AgentGroup(Peers("127.0.0.1"), b"a guess", 1, [first.peers.address, second.peers.address], 1.0)
     assert forger.peers.ask([0], b"d7", 0.3) == {}
-    # The forged question has put no rank in doubt.
+    # The forged question has not put any rank in doubt.
     assert first.register.may_commit(7, has_outcome=True)
     assert second.register.may_commit(7, has_outcome=True)
 
@@ -155,7 +155,7 @@ def test_silent_strangers_do_not_delay_members(monkeypatch: pytest.MonkeyPatch) 
 
 
 def end_links(*groups: AgentGroup) -> None:
-    """Shut down the groups' links, as a proxy does when they are idle."""
+    """Shut down the groups' links, as a proxy does with idle connections."""
     for group in groups:
         for link in tuple(group.peers._links._links.values()):
             link.socket.shutdown(socket.SHUT_RDWR)
@@ -187,7 +187,7 @@ def test_links_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reject_datagrams(*groups: AgentGroup) -> None:
-    """Make the groups' datagrams fail as behind a firewall that rejects them."""
+    """Make the groups' datagrams fail, as if a firewall rejected them."""
 
     class Rejected:
         def __init__(self, family: int) -> None:
@@ -231,7 +231,7 @@ def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> No
     "missing", ["the rejected datagram", "the end of the link", "the end of the vote link"]
 )
 def test_a_peer_is_gone_only_if_its_datagrams_its_link_and_the_votes_have_ended(missing: str) -> None:
-    """Each of the three can also happen to a live peer."""
+    """Each of the three signs can also occur with a live peer."""
     first, second = joined(2)
     first.peers.vote_link_ended = lambda: missing != "the end of the vote link"
     if missing != "the rejected datagram":
@@ -279,7 +279,7 @@ def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
 
 
 def test_a_stale_attempt_does_not_make_a_peer_leave_the_votes() -> None:
-    """Datagrams may be delivered again seconds later, so a captured one must not stop balancing when it is replayed."""
+    """Datagrams may be delivered again seconds later, so a replayed one must not stop balancing."""
     first, second = joined(2)
     second.formed_attempt = 3
     for stale in (b"t0", b"t2", b"t3"):

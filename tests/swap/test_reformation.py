@@ -1,4 +1,4 @@
-"""Errors in the model's thread while the votes are re-formed delay the new vote link but never prevent it."""
+"""Errors in the model thread while the votes re-form delay the new vote link but never prevent it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _FailAt:
 
 
 class _Link:
-    """Vote link on which a peer appears to have queued one more forward pass at the first comparison."""
+    """Vote link on which, at the first comparison, a peer seems to have queued one more forward pass."""
 
     queues_compared = 0
 
@@ -63,7 +63,7 @@ class _Link:
 
 
 def _reformation() -> Reformation:
-    """Return the reformation of one rank whose pass numbers differ, so that its model thread must renumber a pass."""
+    """Return one rank's reformation in which pass numbers differ, so that the model thread must renumber a pass."""
     group = SimpleNamespace(
         rank=0,
         peer_left=False,

@@ -106,7 +106,7 @@ def test_a_commit_without_its_staged_weights_is_fatal(result: TransferResult | N
 
 
 def test_staging_of_a_failed_transfer_is_dropped() -> None:
-    """A device may still write to it, and would overwrite the experts of the next transfer."""
+    """A device may still write to that memory, which would overwrite the next transfer's experts."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a link broke")
@@ -133,7 +133,7 @@ def test_transfers_use_the_staging_reserved_at_the_start() -> None:
     worker.reserve(weights, rows=3)
     assert worker.staging.nbytes == 3 * 44
     ((rows, _),) = worker.staging.reserve([weights], [3])
-    # Two layers of one transfer use separate rows of the reserved memory.
+    # Two layers in one transfer use separate rows of the reserved memory.
     (first, _), (second, _) = worker.staging.reserve([weights, weights], [1, 2])
     assert [row.data_ptr() for row in (*first, *second)] == [row.data_ptr() for row in rows]
     assert worker.staging.nbytes == 3 * 44

@@ -42,7 +42,7 @@ def _outcome(forwards: list[int], plan: int) -> VoteOutcome:
 
 
 def _passes(schedule: VoteSchedule, steps: range, plan_from: int, lag: int) -> list[int]:
-    """Return the forward passes of this rank's ballots; ranks hold a plan from pass ``plan_from`` on."""
+    """Return the forward passes at which this rank votes. Ranks have a plan from pass ``plan_from`` onwards."""
     votes: list[int] = []
     due = None
     for step in steps:
@@ -68,7 +68,7 @@ def test_ranks_vote_more_often_while_they_hold_a_plan() -> None:
     missed=st.sets(st.integers(1, 100)),
 )
 def test_a_rank_with_missed_calls_votes_at_the_same_passes(interval, lag, plan_from, missed) -> None:
-    """The host makes at least one call per vote interval, so the rank never skips a whole one."""
+    """The host makes at least one call per vote interval, so the rank never skips a whole interval."""
     lag = min(lag, interval)
     kept = [step for step in range(1, 101) if step not in missed or step % interval == interval - 1]
     punctual = _passes(_schedule(interval), range(1, 101), plan_from, lag)
@@ -122,7 +122,7 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
     ],
 )
 def test_a_vote_without_an_outcome_is_settled_by_the_register(progress, abort, committed, result) -> None:
-    """A rank whose ballot rules out a commit does not ask its peers."""
+    """If a rank's own ballot rules out a commit, it does not ask its peers."""
     rank, queries = voter(committed=committed)
     rank.cast(Ballot(progress, PLAN, 1, abort, 20))
     assert rank.settle(21).result is result
@@ -163,7 +163,7 @@ def test_a_rank_adopts_the_highest_attempt_of_its_peers(monkeypatch: pytest.Monk
 
 
 def test_mismatched_collectives_raise_an_error_on_both_ranks() -> None:
-    """This happens after a host survives an interrupt. All collectives have the same width, so gloo does not abort."""
+    """A host that survives an interrupt can cause this. All collectives have the same width, so gloo does not abort."""
     groups = joined(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = (
@@ -222,9 +222,9 @@ def test_a_commit_requires_all_ranks_to_confirm_the_same_pass(peer_pass: int) ->
 
 
 def _reformed(low: int, vote: int) -> tuple[Reformation, int]:
-    """Return a re-formed rank and its first vote.
+    """Return a rank after the group has re-formed, and the number of its first vote.
 
-    ``low`` is the lowest layout digest of all ranks and ``vote`` the highest vote number.
+    ``low`` is the lowest layout digest on any rank, and ``vote`` is the highest vote number.
     """
     rank: Any = object.__new__(Reformation)
     rank.attempts = 1

@@ -1,4 +1,4 @@
-"""Write the dashboard, and the alerts as an object of the Prometheus operator."""
+"""Write the dashboard, and the alerts as a Prometheus operator object."""
 
 from tools.dashboard.layout import PATH, text
 from tools.dashboard.operator_rules import RULES_PATH, operator_rules

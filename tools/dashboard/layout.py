@@ -17,7 +17,7 @@ _PLACEHOLDERS = {
     "INSTANCE": 'instance=~"$instance"',
     "INTERVAL": "$__rate_interval",
 }
-"""Placeholders in the queries and legends of ``rows.yaml``, with their replacements."""
+"""Placeholders in queries and legends in ``rows.yaml``, with their replacements."""
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH = 24
 _LINE = {"drawStyle": "line", "lineWidth": 2, "fillOpacity": 0, "showPoints": "never", "spanNulls": False}

@@ -1,4 +1,4 @@
-"""Alerts of ``deploy/prometheus/rules.yml`` as a ``PrometheusRule`` object of the Prometheus operator."""
+"""Alerts from ``deploy/prometheus/rules.yml`` as a ``PrometheusRule`` object for the Prometheus operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference page of the command line, generated from the commands."""
+"""Reference page for the command line, generated from the commands."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tools.docs_reference.markdown import code, escaped, plain, table
 
 
 class Option(NamedTuple):
-    """Option or argument of a command. Texts that do not apply are empty.
+    """Option or argument of a command. Fields that do not apply are empty strings.
 
     Parameters
     ----------
     flags
         Flags as written in a shell; for an argument, its name in capitals.
     value
-        Placeholder of the value, such as ``PATH``.
+        Placeholder for the value, such as ``PATH``.
     default
         Default value as text, or ``required``.
     variable
@@ -45,7 +45,7 @@ class Command(NamedTuple):
 
 
 def commands() -> Iterator[Command]:
-    """Yield every command of ``eplb``, including subcommands, in the order of ``eplb --help``."""
+    """Yield every ``eplb`` command, including subcommands, in the order of ``eplb --help``."""
     from eplb_service.cli.main import COMMANDS, EXAMPLES, load_command
 
     for top in COMMANDS:

@@ -1,6 +1,6 @@
 """MkDocs hook that adds the generated pages to the site (see ``hooks`` in ``mkdocs.yml``).
 
-It also adds the files of the repository's root that are pages of the site.
+It also adds the files in the repository root that are pages of the site.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# MkDocs loads this file by its path, so the repository's root may not be on the import path.
+# MkDocs loads this file by path, so the repository root may not be on the import path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.docs_reference.site_pages import ROOT, ROOT_PAGES, generated_pages
@@ -28,10 +28,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the Markdown of a page of ``docs/`` for the site (called by MkDocs).
+    """Return the Markdown of a page in ``docs/``, adapted to the site (called by MkDocs).
 
-    In the repository, pages link to files of its root. These links are replaced by links to the site's pages. A line
-    ``# examples/NAME.py`` is replaced by the content of that file.
+    In the repository, pages link to files in its root. These links are replaced with links to the site's pages. A line
+    ``# examples/NAME.py`` is replaced with the content of that file.
     """
     for name, path in ROOT_PAGES.items():
         markdown = re.sub(

@@ -23,12 +23,12 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def code(text: str) -> str:
-    """Return a value as Markdown code; ``required``, ``unset`` and the empty text are returned unchanged."""
+    """Return a value as Markdown code. ``required``, ``unset`` and the empty string are returned unchanged."""
     return f"`{text}`" if text and text not in {"required", "unset"} else text
 
 
 def escaped(text: str) -> str:
-    """Escape the characters that Markdown would interpret; text that contains backticks is returned unchanged."""
+    """Escape characters that Markdown would interpret. Text that contains backticks is returned unchanged."""
     return re.sub(r"([<>*_\[\]])", r"\\\1", text) if "`" not in text else text
 
 

@@ -1,4 +1,4 @@
-"""Reference page of the service's metrics, generated from their declarations."""
+"""Reference page for the service's metrics, generated from their declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference page of the settings, generated from the classes that define them."""
+"""Reference page for the settings, generated from the classes that define them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.docs_reference.markdown import code, escaped, plain, table
 
 
 class Setting(NamedTuple):
-    """Setting of the service or of an agent; ``kind`` includes the bounds of the value."""
+    """Setting of the service or an agent. ``kind`` includes the value's bounds."""
 
     name: str
     variable: str
@@ -22,14 +22,14 @@ class Setting(NamedTuple):
 
 
 def service_settings() -> list[Setting]:
-    """Return every setting of ``eplb serve``, each of which is a flag, an environment variable and a YAML key."""
+    """Return all settings of ``eplb serve``. Each is a flag, an environment variable and a YAML key."""
     from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings
 
     return [_setting(name, ENVIRONMENT_PREFIX, field) for name, field in ServiceSettings.model_fields.items()]
 
 
 def agent_settings() -> list[Setting]:
-    """Return every setting of an agent."""
+    """Return all agent settings."""
     from worker_agent.settings import AgentSettings
 
     return [_setting(name, "EPLB_AGENT_", field) for name, field in AgentSettings.model_fields.items()]

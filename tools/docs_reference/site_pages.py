@@ -1,4 +1,4 @@
-"""Pages of the site that are not in ``docs/``: generated pages and files of the repository's root."""
+"""Pages of the site that are not in ``docs/``: generated pages, and files in the repository root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-"""Files of the repository's root that are pages of the site, with their paths in the site."""
+"""Files in the repository root that are pages of the site, with their paths in the site."""
 
 _NOTEBOOK = "examples/decision.ipynb"
 
@@ -37,7 +37,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def site_links(text: str) -> str:
-    """Return the Markdown of a page of the repository's root with its links adapted to the site."""
+    """Return the Markdown of a page in the repository root, with its links adapted to the site."""
 
     def link(match: re.Match[str]) -> str:
         label = match[1]

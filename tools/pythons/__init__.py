@@ -1,1 +1,1 @@
-"""Test of the wheels on every supported Python version that is installed on this machine."""
+"""Tests of the wheels on every supported Python version that is installed on this machine."""

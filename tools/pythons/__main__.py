@@ -1,6 +1,6 @@
 """Test the wheels on every supported Python version that is installed on this machine: ``make pythons``.
 
-On each version, run ``--help`` of every command, solve once, encode and decode every message, and connect an agent. If
+On each version, run ``--help`` for every command, solve once, encode and decode every message, and connect an agent. If
 eplb-service does not support the version, only eplb-agent is tested. Missing versions are listed at the end. On the
 version that runs this script, the commands of the docs pages and each extra are tested as well, in an environment that
 is installed according to the pages.
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 SERVICE_FROM = (3, 11)
 OWN = ".".join(map(str, sys.version_info[:2]))
-"""Python version that runs this script; the commands of the pages and the extras are tested on it."""
+"""Python version that runs this script. The pages' commands and the extras are tested on it."""
 AT_ONCE = 2
 
 
@@ -111,7 +111,7 @@ def main() -> None:
             environments[version] = Environment(version, interpreters[version], scratch, wheels)
             return environments[version].check()
 
-        # The check of the pages takes longest and needs only this Python's environment, so start it first.
+        # The check of the docs pages takes longest and needs only this Python's environment, so start it first.
         order = sorted(interpreters, key=lambda version: version != OWN)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             tries = {f"Python {version}": pool.submit(on, version) for version in order[:AT_ONCE]}
@@ -173,7 +173,7 @@ def copy_messages(folder: Path) -> None:
 
 
 def interpreter_of(version: str) -> Path | None:
-    """Return an interpreter of a version: the one that runs this script, one on the path, or one of pyenv."""
+    """Return an interpreter for a version: the one that runs this script, one on the path, or one from pyenv."""
     executable = shutil.which(f"python{version}")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [Path(sys.executable), *([Path(executable)] if executable else [])]
@@ -189,7 +189,7 @@ def interpreter_of(version: str) -> Path | None:
 
 @contextlib.contextmanager
 def serving(program: str, folder: Path) -> Iterator[str]:
-    """Run ``eplb serve`` in a folder of its own, and yield its address once it accepts connections."""
+    """Run ``eplb serve`` in a separate directory, and yield its address once it accepts connections."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ PATIENCE_SECONDS = 600.0
 
 
 def main() -> None:
-    """Say Hello as the only rank of a deployment, and wait for the Welcome."""
+    """Send a Hello as a deployment's only rank, and wait for the Welcome."""
     service, deployment = sys.argv[1:]
     placement = Placement.linear(2, 4, 1, 4)
     installed = RankLayout.first(0, placement, placement.default_log2phy()[0])

@@ -1,4 +1,4 @@
-"""Run the commands of README, tutorial, files.md and vllm.md in an environment installed as these pages describe.
+"""Run the commands from README, tutorial, files.md and vllm.md in an environment installed as these pages describe.
 
 The pages mark their code blocks. ``sh install`` installs the packages, ``sh`` runs a command, ``sh service`` starts a
 service, and ``sh operator`` queries it. ``sh rank`` and ``sh wheel`` need an engine with torch, so tests run them.
@@ -46,7 +46,7 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 def install_from(checkout: Path, environment: Path) -> None:
-    """Install into a bare environment with the commands of the pages, which must be equal on all pages."""
+    """Install into a bare environment with the pages' commands, which must be the same on all pages."""
     scripts = {page: blocks(page, "sh install") for page in (README, INDEX, VLLM)}
     (commands,) = {tuple(page_scripts) for page_scripts in scripts.values()}
     (script,) = commands
@@ -54,19 +54,20 @@ def install_from(checkout: Path, environment: Path) -> None:
 
 
 def check_documents(checkout: Path, environment: Path) -> list[str]:
-    """Run the commands of the pages. Raises ``FailedError`` if a command fails."""
+    """Run the pages' commands. Raises ``FailedError`` if a command fails."""
     tutorial = blocks(TUTORIAL, "sh")
     shell(f"eplb trace convert docs/tutorial/trace.zarr --out {checkout}/heat.npz", checkout, environment)
     for script in blocks(README, "sh"):
         check_excerpt(shell(script, checkout, environment))
     (example,) = [block for block in blocks(README, "python") if "solve(" in block]
-    # Python imports from the script's folder first, so run it in a folder without the checkout's packages.
+    # Python imports from the script's directory first, so run the script in a directory without the checkout's
+    # packages.
     (checkout / "example").mkdir()
     example = f"import numpy\nheat = numpy.load('heat.npz')['heat']\n{example}"
     (checkout / "example/example.py").write_text(example)
     shell("python example/example.py", checkout, environment)
     shell("\n".join(tutorial), checkout, environment)
-    # The page reads a recording made by another program. eplb-service does not ship that recording, so create it.
+    # The page reads a recording made by a different program. eplb-service does not ship that recording, so create it.
     run([sys.executable, "-c", _RECORDING], cwd=checkout)
     for script in blocks(FILES, "sh"):
         shell(script, checkout, environment)
@@ -80,7 +81,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
 
 
 def check_service(page: str, checkout: Path, environment: Path) -> None:
-    """Start the service and query it with the commands of a page, on free ports of this host."""
+    """Start the service and query it with a page's commands, on free ports of this host."""
     listen = free_port()
     metrics = free_port()
     (checkout / "state").mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
         return script.replace(":50551", f":{listen}").replace(":9464", f":{metrics}")
 
     (script,) = blocks(page, "sh service")
-    # The pages do not name a store, so the service creates it in the user's state folder.
+    # The pages do not name a store, so the service creates one in the user's state directory.
     settings = {"EPLB_METRICS": f"127.0.0.1:{metrics}", "XDG_STATE_HOME": str(checkout / "state")}
     with (checkout / "service.log").open("w") as log:
         # The shell execs the service, so that terminating the shell's process terminates the service.
@@ -131,7 +132,7 @@ def check_keys(checkout: Path) -> None:
     if not keys:
         raise FailedError("the pages' commands created no keys")
     for key in keys:
-        # git exits with 1, without naming the file, if it does not ignore the file. Check files one at a time.
+        # If git does not ignore a file, it exits with 1 without naming the file, so check files one at a time.
         run(["git", "check-ignore", str(key.relative_to(checkout))], cwd=ROOT)
 
 
@@ -143,7 +144,7 @@ def free_port() -> int:
 
 
 def shell_environment(environment: Path) -> dict[str, str]:
-    """Return environment variables with a virtual environment's programs first on the path."""
+    """Return environment variables that put a virtual environment's programs first on the path."""
     return clean_environment() | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
 
 

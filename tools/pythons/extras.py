@@ -75,9 +75,9 @@ EXTRAS: dict[str, list[str]] = {
     "checkpoint": ["import torch, transformers, eplb_lab.demo.stage"],
     "peers": ["import torch, eplb_lab.bench.peers.balancers"],
 }
-"""Commands and programs that use each extra; a test compares the list with ``pyproject.toml``."""
+"""Commands and programs that use each extra. A test compares the list with ``pyproject.toml``."""
 _LAB = {"checkpoint", "demo", "model", "peers"}
-"""Extras of eplb-lab, which need torch and the wheels of eplb-lab and eplb-agent."""
+"""Extras of eplb-lab, which need torch and the eplb-lab and eplb-agent wheels."""
 
 
 def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Encode and decode every message with the installed packages; ``tests/wire`` must be on the import path."""
+"""Encode and decode every message with the installed packages. ``tests/wire`` must be on the import path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = 10
 
 
 def check(kind: Kind) -> None:
-    """Encode and decode examples of one message and compare the results with the originals."""
+    """Encode and decode examples of one message, and compare the results with the originals."""
 
     @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
     @given(kind.values)

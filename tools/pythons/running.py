@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SECONDS = 1800.0
-"""Timeout of a program. It is generous, because a busy machine is not a failure."""
+"""Timeout for a program, in seconds. It is generous, because a busy machine is not a failure."""
 
 
 class FailedError(Exception):
-    """A program that failed, with the end of its output."""
+    """Raised if a program fails. The message contains the end of its output."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -31,7 +31,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def install(environment: Path, *packages: str) -> None:
-    """Install packages into a virtual environment. It does not need its own pip."""
+    """Install packages into a virtual environment, which does not need its own pip."""
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
     run([*pip, "install", "--quiet", *packages])
 
@@ -49,9 +49,9 @@ def run(
     command
         Program and arguments.
     path
-        Folder that Python searches before the installed packages.
+        Directory that Python searches before the installed packages.
     cwd
-        Working directory; by default an empty folder, so that the checkout's packages cannot be imported.
+        Working directory; by default an empty directory, so that the checkout's packages cannot be imported.
     environment
         Environment variables; by default those of ``clean_environment``.
 
@@ -88,7 +88,7 @@ def run(
 def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until the process accepts connections at an address.
 
-    Raises ``FailedError`` with the end of the log if the process exits first or the time is over.
+    Raises ``FailedError`` with the end of the log if the process exits first or the wait times out.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + SECONDS

@@ -1,4 +1,4 @@
-"""Attempts by strangers, each with its required outcome: rejected, or bounded in cost without harm to honest ranks."""
+"""Attacks by strangers. Each must be rejected, or have a bounded cost and do no harm to honest ranks."""
 
 from __future__ import annotations
 

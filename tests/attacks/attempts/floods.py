@@ -88,7 +88,7 @@ async def _broken_off(target: Target) -> str:
         grown = target.resident_bytes - before
         for rank in tried:
             rank.call.cancel()
-    # The service reads at most eight streams per host at a time. Each other stream has at most one flow-control window
+    # The service reads at most eight streams per host at a time. Every other stream has at most one flow-control window
     # in transit.
     assert grown < 128 * MIB, f"{grown >> 20} MiB more"
     return f"bounded: {max(0, grown) >> 20} MiB more"
@@ -176,7 +176,7 @@ async def _reset(target: Target) -> str:
 async def _few_lines_after(target: Target, flood: Callable[[], Awaitable[None]]) -> str:
     """Run a flood and return the new log lines.
 
-    The log may grow by its burst and ten lines a second, and must have no traceback.
+    The log may grow by the rate limit's burst plus ten lines per second, and must not contain a traceback.
     """
     before = target.service.log.stat().st_size
     await flood()

@@ -1,4 +1,4 @@
-"""The list of attempts by strangers, and the functions that register them."""
+"""The registry of attacks by strangers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def register_rejections(
     *,
     locked: bool = False,
 ) -> None:
-    """Register attempts by name that must all end with the status ``expected``, and so check one guarantee."""
+    """Register named attempts that check one guarantee; each must end with the status ``expected``."""
     for name, call in calls.items():
 
         async def run(target: Target, call: Callable[[Target], Awaitable[Any]] = call) -> str:

@@ -1,4 +1,4 @@
-"""Deployments that cost too much, and attempts to take another rank's seat."""
+"""Deployments that need too many resources, and attempts to take over another rank's seat."""
 
 from __future__ import annotations
 

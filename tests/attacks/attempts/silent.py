@@ -1,4 +1,4 @@
-"""Many concurrent callers on every port that send nothing or too little."""
+"""Many concurrent callers on every port that send nothing or an incomplete request."""
 
 from __future__ import annotations
 

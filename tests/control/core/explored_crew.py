@@ -1,9 +1,9 @@
-"""The ranks' side of the service explorer: the layouts that ranks serve, the plans they hold and their unsent statuses.
+"""The ranks' side of the service explorer: the layouts that ranks serve, their plans, and their unsent statuses.
 
-The protocol with which ranks commit together has its own explorer (``tests/swap``), which uses the real state machine.
+The protocol by which ranks commit together has its own explorer (``tests/swap``), which uses the real state machine.
 This model keeps only the parts that a service can observe. All ranks commit a layer at the same moment if all of them
-hold the plan, and they may drop a plan together at any moment. Each rank queues its statuses in order, and a status can
-be lost in transit.
+hold the plan, and they may drop a plan together at any moment. Each rank queues its statuses in order, and any status
+can be lost in transit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = 2
 EXPERTS = 4
 SLOTS = 2
 RANKS_BY_FORMING = (3, 2)
-"""Number of ranks in each forming of the group: three at first, then two."""
+"""Number of ranks in each incarnation of the group: three at first, then two."""
 
 
 class OfferedPlan(NamedTuple):
@@ -36,11 +36,11 @@ class OfferedPlan(NamedTuple):
     term: int
     forming: int
     path: tuple[OfferedPlan, ...]
-    """Plans that led to the layout this one starts from, with one entry per committed layer."""
+    """Plans that led to the layout from which this plan starts, with one entry per committed layer."""
 
 
 class Version(NamedTuple):
-    """Layout version of a forming of the group, identified by the plans whose layers it has committed."""
+    """Layout version of one incarnation of the group, identified by the plans whose layers it has committed."""
 
     forming: int
     path: tuple[OfferedPlan, ...]
@@ -96,7 +96,7 @@ def hello_at(version: Version, rank: int) -> Hello:
 
 @cache
 def stranger_at(rank: int) -> Hello:
-    """Return the Hello of a client that belongs to no forming of the group."""
+    """Return the Hello of a client that belongs to no incarnation of the group."""
     return replace(hello_at(Version(0, ()), rank), group_id="forming of a stranger")
 
 
@@ -118,20 +118,20 @@ class Rank(NamedTuple):
     """Highest leader term that the rank has received."""
     held_plan: OfferedPlan | None = None
     plan_in_flight: OfferedPlan | None = None
-    """A plan that was sent on the current stream but has not arrived."""
+    """Plan that was sent on the current stream but has not arrived."""
     call_off_in_flight: OfferedPlan | None = None
-    """The plan of a call-off that was sent but has not arrived. The call-off arrives after the plan itself."""
+    """Plan whose call-off was sent but has not arrived. The call-off arrives after the plan itself."""
     is_called_off: bool = False
     """True if the rank holds a plan and has received its call-off."""
     statuses: tuple[Status, ...] = ()
     last_status: Status | None = None
-    """The last status that reached the service. A fault can deliver it again."""
+    """Last status that reached the service. A fault can deliver it again."""
     reported_version: Version | None = None
     """Newest version that the rank has reported on the current stream."""
 
 
 class Crew(NamedTuple):
-    """All ranks of the current forming of the group."""
+    """All ranks of the group's current incarnation."""
 
     version: Version
     ranks: tuple[Rank, ...]
@@ -168,7 +168,7 @@ class Crew(NamedTuple):
         return crew.report(rank, offered, PlanState.REFUSED)
 
     def receive_call_off(self, rank: int) -> Crew:
-        """Deliver the call-off: the rank will vote against the plan, or reports that it does not hold it."""
+        """Deliver the call-off: the rank will vote against the plan, or reports that it does not hold the plan."""
         agent = self.ranks[rank]
         offered = agent.call_off_in_flight
         assert offered is not None
@@ -207,6 +207,6 @@ class Crew(NamedTuple):
         return crew
 
     def report(self, rank: int, offered: OfferedPlan, state: int, layer: int = 0) -> Crew:
-        """Queue a status at the rank."""
+        """Queue a status on the rank."""
         status = Status(offered, state, layer, self.version)
         return self.with_rank(rank, statuses=(*self.ranks[rank].statuses, status))

@@ -1,4 +1,4 @@
-"""Deployments with one defect each. The explorer must catch every one of them."""
+"""Deployments with one bug each. The explorer must catch all of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RecordsEveryPlanAsDone(Deployment):
 
 
 class EndsAtTheFirstCallOffReply(Deployment):
-    """Ends a called-off plan once one rank reports that it does not hold it, although other ranks may."""
+    """Ends a called-off plan once one rank reports that it does not hold the plan, although other ranks may hold it."""
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         ends = after.called_off and after.objections and after.outcome is None
@@ -191,7 +191,7 @@ _SCENARIOS = [
         (NeverTimesOutAForming, Faults(squats=1), {"plans": _ONE_PLAN, "joined": False}),
     )
 ]
-"""Each mutant with the scenario that catches it fastest."""
+"""Each mutant, with the scenario that catches it fastest."""
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:

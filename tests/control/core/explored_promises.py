@@ -1,4 +1,4 @@
-"""The promises of a service, checked in the explored world at every offer and in every state."""
+"""A service's promises, checked in the explored world at every offer and in every state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.exploring import must
 
 
 def check_offer(state: State, service: int, offered: OfferedPlan) -> None:
-    """Check a plan that a service is about to offer."""
+    """Check that a service may offer this plan."""
     must(state.open_plans[service] is None, "offered a plan while another was in progress")
     offer = offer_of(offered)
     live = state.services[service].live
@@ -52,7 +52,7 @@ def check_state(state: State) -> None:
 
 
 def _check_plan(state: State, service: int, deployment: Deployment) -> None:
-    """Check that the current plan is the offered one, and that its group still exists."""
+    """Check that the current plan is the offered one and that its group still exists."""
     offered = state.open_plans[service]
     plan = deployment.plan
     group = deployment.group
@@ -65,7 +65,7 @@ def _check_plan(state: State, service: int, deployment: Deployment) -> None:
 
 
 def _check_layout(state: State, deployment: Deployment) -> None:
-    """Check that the recorded layout is one that the ranks serve or served."""
+    """Check that the recorded layout is one that the ranks serve or have served."""
     live = deployment.live
     group = deployment.group
     if live is None or group is None:
@@ -81,7 +81,7 @@ def _check_layout(state: State, deployment: Deployment) -> None:
 
 
 def _check_formings(state: State, service: int, deployment: Deployment) -> None:
-    """Check that a service never mixes ranks of two formings."""
+    """Check that a service never mixes ranks from two incarnations of the group."""
     connected_ranks = {rank for rank, agent in enumerate(state.crew.ranks) if agent.service == service}
     if not connected_ranks:
         return
@@ -97,7 +97,7 @@ def _check_formings(state: State, service: int, deployment: Deployment) -> None:
 
 
 def _check_heat(state: State, service: int, deployment: Deployment) -> None:
-    """Check that heat which a rank may still report is read under the placement it was counted under, or dropped."""
+    """Check that heat that a rank may still report is dropped or read under the placement it was counted under."""
     heat = deployment.heat
     version = state.crew.version
     for agent in state.crew.ranks:

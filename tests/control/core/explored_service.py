@@ -1,8 +1,8 @@
-"""Exhaustive exploration of a service and its ranks. ``make explore`` runs all scenarios and prints the counts.
+"""Exhaustive exploration of a service and its ranks. ``make explore`` runs all scenarios and prints the state counts.
 
 The services run the real ``Deployment`` with its registration, plan tracker and heat. ``explored_crew.py`` models the
 ranks. Streams end unnoticed. Statuses are lost, repeated or reordered. Services restart or run side by side, and the
-group re-forms with another size.
+group re-forms with a different size.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class World(State):
         )
 
     def needs_no_fault(self, event: Event) -> bool:
-        """True if the event eventually happens without any further fault."""
+        """True if the event will eventually happen without further faults."""
         kind = event[0]
         certain = (
             "connect",
@@ -101,7 +101,7 @@ class World(State):
         return kind in certain or (kind == "cut" and self.ends_without_fault(event[1]))
 
     def _is_stuck(self, deployment: Deployment) -> bool:
-        """True if only the passing of time can resolve the state, with all requested reconnects completed."""
+        """True if all requested reconnects are complete and only the passage of time can change the state."""
         group = deployment.group
         half_known = group is not None and group.live is None and not group.missing
         return half_known and not (self.ending or self.dead_streams)
@@ -217,7 +217,7 @@ class World(State):
                 self.crew = self.crew.with_rank(rank, plan_in_flight=offered)
 
     def _tick(self, service: int) -> None:
-        """Let enough time and steps pass for the current plan to time out."""
+        """Advance time and steps far enough for the current plan to time out."""
         deployment = self.services[service]
         if deployment.plan is not None:
             deployment.plan = replace(deployment.plan, stepped_at=2 * PLAN_TIMEOUT)

@@ -1,4 +1,4 @@
-"""One state of an explored service as a value: real deployments, a crew of ranks, and the streams between them."""
+"""One explored state as a value: real deployments, a crew of ranks, and the streams between them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Faults(NamedTuple):
     repeats: int = 0
     """A status arrives twice."""
     swaps: int = 0
-    """A status arrives before an earlier one of the same rank."""
+    """A status arrives before an earlier one from the same rank."""
     hangs: int = 0
-    """A stream stays open although the service asked the rank to reconnect."""
+    """A stream stays open although the service has asked the rank to reconnect."""
     strays: int = 0
-    """A rank reconnects to a service older than the newest one that it knows."""
+    """A rank reconnects to a service that is older than the newest one that it knows."""
     restarts: int = 0
     """A service restarts without any state, with a higher leader term."""
     reforms: int = 0
-    """All ranks die, and the ranks of the next forming replace them."""
+    """All ranks die, and the ranks of the next incarnation replace them."""
     orders: int = 0
-    """An operator makes a service lead although the ranks know a newer one."""
+    """An operator makes a service the leader although the ranks know a newer one."""
     call_offs: int = 0
     """A service calls off its current plan."""
     squats: int = 0
@@ -67,8 +67,10 @@ class Scenario:
     """True if all ranks are connected to the first service at the start, False if none is."""
     machine: type[Deployment] = Deployment
     forming: int = 0
-    """First forming of the group: 0 has three ranks, 1 has two. A second service multiplies the number of states, so
-    scenarios with two services use the smaller group."""
+    """First incarnation of the group: 0 has three ranks, and 1 has two.
+
+    A second service multiplies the number of states, so scenarios with two services use the smaller group.
+    """
 
 
 NO_STREAM: dict[str, Any] = {
@@ -87,7 +89,7 @@ class State:
     ending: frozenset[int]
     """Ranks that the service has asked to reconnect."""
     dead_streams: frozenset[tuple[int, int, int]]
-    """Service, rank and forming of each ended stream that the service has not noticed yet."""
+    """Service, rank and incarnation for each stream whose end the service has not noticed yet."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -107,7 +109,7 @@ class State:
         return self.scenario.machine("decode", Limits(4, 4, PLAN_TIMEOUT), leader_term=term)
 
     def copy(self) -> Any:
-        """Return an independent copy that can go through other events."""
+        """Return an independent copy, to which different events can be applied."""
         duplicate = copy.copy(self)
         duplicate.services = [_copy_deployment(deployment) for deployment in self.services]
         duplicate.terms = self.terms.copy()
@@ -115,12 +117,12 @@ class State:
         return duplicate
 
     def version_of(self, group: Group) -> Version:
-        """Return the version that the ranks of a group serve, or served last."""
+        """Return the version that the group's ranks serve or served last."""
         versions = (self.crew.version, *self.past_versions)
         return next(version for version in versions if group.group_id == f"forming {version.forming}")
 
     def key(self) -> Hashable:
-        """Return a key that is equal for states with the same future, regardless of the order of the ranks."""
+        """Return a key that is equal for states with the same future, regardless of rank order."""
         rank_count = max(
             len(self.crew.ranks), *(len(d.group.members) if d.group else 0 for d in self.services)
         )
@@ -152,7 +154,7 @@ class State:
             *(_view_of(rank, deployment) for deployment in self.services),
         )
 
-    # Events of the streams
+    # Stream events
 
     def stream_events(self) -> Iterator[Event]:
         """Yield the stream events that are possible in this state."""
@@ -182,7 +184,7 @@ class State:
             yield ("reform",)
 
     def ends_without_fault(self, rank: int) -> bool:
-        """True if the rank's stream ends without a fault: it must reconnect, or its service is outdated."""
+        """True if the rank's stream ends without a fault: the rank must reconnect, or its service is outdated."""
         service = self.crew.ranks[rank].service
         return rank in self.ending or (service is not None and self.terms[service] < max(self.terms))
 
@@ -205,7 +207,7 @@ class State:
         )
 
     def _send_hello(self, hello: Hello, service: int) -> bool:
-        """Send a Hello and return True if it is accepted. A new forming ends the streams of the previous one."""
+        """Send a Hello and return True if it is accepted. A new incarnation ends the previous one's streams."""
         deployment = self.services[service]
         group = deployment.group
         has_stream = self._stream_of(service, hello)
@@ -229,7 +231,7 @@ class State:
         return hello.rank in {member.rank for member in self.services[service].connected}
 
     def _drop_stream(self, service: int, rank: int) -> None:
-        """End the stream that the service considers the rank's, and forget it."""
+        """End and forget the stream that the service considers to be the rank's."""
         self.dead_streams = frozenset(stream for stream in self.dead_streams if stream[:2] != (service, rank))
         if rank < len(self.crew.ranks) and self.crew.ranks[rank].service == service:
             self.ending -= {rank}
@@ -256,12 +258,15 @@ class State:
             must(connected_ranks == remaining_ranks, "a client outside the group ended a rank's stream")
 
     def _wait(self, service: int) -> None:
-        """Let enough time pass for an incomplete forming to time out."""
+        """Advance time far enough for an incomplete group to time out."""
         for seconds in (0.0, 1000.0):
             self.services[service].tick(seconds)
 
     def _lead(self, service: int) -> None:
-        """Make an outdated service lead. Its streams end, so that the ranks learn the new term when they reconnect."""
+        """Make an outdated service the leader.
+
+        Its streams end, so that the ranks learn the new term when they reconnect.
+        """
         self.faults = self.faults._replace(orders=self.faults.orders - 1)
         self.terms[service] = max(self.terms) + 1
         self.services[service].lead_with(self.terms[service])
@@ -350,7 +355,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
 
 
 def _copy_deployment(deployment: Deployment) -> Deployment:
-    """Return an independent copy. Groups and plans are immutable and heat is never counted, so both are shared."""
+    """Return an independent copy. Groups and plans are immutable and heat is never counted, so they are shared."""
     heat = copy.copy(deployment.heat)
     if heat is not None:
         heat.placements = PlacementHistory(tuple(map(dict, heat.placements.by_layer)))

@@ -1,4 +1,4 @@
-"""A deployment's state machine without a server, driven by the events of its ranks."""
+"""A deployment's state machine without a server, driven by events from its ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decision_of(live: DeployedLayout, *layers: int) -> Plan:
 
 
 class Story:
-    """A deployment with methods for the actions of its ranks. Most return the resulting events."""
+    """A deployment, with methods for its ranks' actions. Most methods return the resulting events."""
 
     def __init__(self, pending_steps: int = 8) -> None:
         self.deployment = Deployment("decode", Limits(8, pending_steps, PLAN_TIMEOUT))
@@ -107,7 +107,7 @@ class Story:
         return self.new_events()
 
     def steps_for(self, seconds: float) -> list[Event]:
-        """Let time pass while every rank runs one step per second."""
+        """Advance time while every rank runs one step per second."""
         events = []
         for _ in range(round(seconds)):
             for member in self.deployment.connected:

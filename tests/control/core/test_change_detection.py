@@ -1,4 +1,4 @@
-"""The service tests every step for a change of heat, and decides on the same steps at any report length."""
+"""The service tests every step for a change of heat, and decides at the same steps for any report length."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.control.fake_group import LAYERS, RANKS, SLOTS, first_placement, hell
 
 OUTLOOK = Outlook(Promise(np.zeros(0), np.zeros(0), np.zeros(0), 0))
 CHANGE = 100
-"""Step from which rank 0 receives three times its tokens."""
+"""Step from which rank 0 receives three times as many tokens."""
 
 
 def new_deployment() -> Deployment:
-    """Return a deployment whose ranks are all connected; its first decision is due after 16 steps."""
+    """Return a deployment whose ranks are all connected and whose first decision is due after 16 steps."""
     deployment = Deployment("decode", Limits(256, 256, PLAN_TIMEOUT, interval=16))
     live = live_of(first_placement())
     for rank in range(RANKS):
@@ -67,12 +67,12 @@ def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> No
                 decisions.append((deployment.assembled, deployment.session.settling))
                 decide(deployment)
     assert decisions[:3] == [(16, False), (40, False), (88, False)]
-    # Decisions follow when the change is 4, 8 and 16 steps old.
+    # Decisions are made when the change is 4, 8 and 16 steps old.
     assert decisions[3:6] == [(104, True), (108, True), (116, True)]
 
 
 def plan(deployment: Deployment, plan_id: int = 1) -> PlanTracker:
-    """Decide on the newest steps to change two layers, offer the plan and return it."""
+    """Decide, on the newest steps, to change two layers; offer the plan and return it."""
     assert deployment.live is not None
     assert deployment.heat is not None
     decision = decision_of(deployment.live, 0, 1)
@@ -88,7 +88,7 @@ def plan(deployment: Deployment, plan_id: int = 1) -> PlanTracker:
 
 
 def step_of_doubt(deployment: Deployment, first: int, last: int) -> int | None:
-    """Report steps until ``last``; return the step at which the plan may be outdated, or None."""
+    """Report steps until ``last``; return the step at which the plan is suspected to be outdated, or None."""
     for step in range(first, last, 4):
         report(deployment, step, 4)
         while deployment.put_together(1):
@@ -153,7 +153,7 @@ def test_steps_that_wait_for_assembly_are_tested_for_a_change() -> None:
     report(deployment, 0, 16)
     deployment.put_together()
     decide(deployment)
-    # These reports are not assembled before the next ones arrive.
+    # These reports are still unassembled when the next ones arrive.
     for first in range(16, 144, 16):
         report(deployment, first, 16)
     assert deployment.session.pace is not None

@@ -1,4 +1,4 @@
-"""In any order of events, a deployment knows the layout of its ranks, and a plan ends as the ranks report."""
+"""In any order of events, a deployment knows its ranks' layout, and a plan ends as the ranks report."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ CHANGED = "heat changed while the plan was under way"
 
 
 def call_off_plan(story: Story) -> None:
-    """Call off the plan, as the service does when the heat confirms an alarm."""
+    """Call off the plan, as the service does when heat confirms an alarm."""
     story.deployment.call_off(CHANGED, story.now)
 
 
@@ -182,7 +182,7 @@ def test_a_called_off_plan_ends_once_all_ranks_have_answered(story: Story, commi
 
 
 def test_a_plan_is_done_if_the_call_off_arrives_too_late(story: Story) -> None:
-    """A rank that has committed all layers replies that it holds no plan and reports its current version."""
+    """A rank that has committed all layers replies that it holds no plan, and reports its current version."""
     story.joins()
     offer = story.offers(0)
     call_off_plan(story)
@@ -227,7 +227,7 @@ def test_every_commit_extends_the_deadline_of_the_plan(story: Story) -> None:
 
 
 def test_a_plan_does_not_time_out_while_no_steps_run(story: Story) -> None:
-    """Traffic stops for an hour during a plan. This is no problem, and the plan continues afterwards."""
+    """Traffic stops for an hour during a plan. This is not a problem, and the plan continues afterwards."""
     story.joins()
     offer = story.offers(0, 1)
     story.steps_for(3)
@@ -272,7 +272,7 @@ def test_heartbeats_without_statuses_are_enough_to_commit_layers(story: Story) -
 
 
 def test_a_layer_committed_under_another_epoch_is_ignored(story: Story) -> None:
-    """The placement is right, but heat would be read under the wrong epoch."""
+    """The placement is correct, but heat would be read under the wrong epoch."""
     story.joins()
     ((epoch, digest),) = story.offers(0).versions
     for rank in range(RANKS):
@@ -339,7 +339,7 @@ def test_an_ended_plan_still_commits_layers_that_ranks_report_late(story: Story,
     assert isinstance(event, LayerCommitted)
     assert version(story) == offer.versions[0]
     assert story.deployment.totals.layers_switched == 1
-    # The other ranks' reports of the same layer change nothing more.
+    # The other ranks' reports for the same layer do not change anything else.
     assert story.reports(1, offer, COMMITTED, 0) == []
     assert ended is not None
     assert story.deployment.ended_plan is not None

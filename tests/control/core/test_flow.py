@@ -1,4 +1,4 @@
-"""Report lengths for large groups, shedding of heat that most ranks drop, and detection of a stalled counter."""
+"""Report lengths for large groups, shedding of heat that most ranks drop, and detection of stalled counters."""
 
 from __future__ import annotations
 

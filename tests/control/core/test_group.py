@@ -1,4 +1,4 @@
-"""The layout of all ranks can be assembled outside the event loop, and is used only if the group is still the same."""
+"""The layout of all ranks can be assembled outside the event loop, and is used only if the group has not changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST = hellos()[-1]
 
 @pytest.fixture
 def story() -> Story:
-    """A story in which every rank except the last has sent a Hello."""
+    """A story in which every rank except the last one has sent a Hello."""
     story = Story()
     for hello in hellos()[:-1]:
         story.deployment.hello(hello)
@@ -100,7 +100,7 @@ def test_a_rank_that_returns_with_different_experts_or_tables_is_rejected() -> N
 
 
 def test_ranks_with_different_layer_epochs_are_rejected(story: Story) -> None:
-    """With equal versions, ranks would read each other's heat under placements of different epochs."""
+    """If they counted as equal, heat would be read under placements of different epochs."""
     epochs = (*LAST.layer_epochs[:-1], LAST.layer_epochs[-1] + 1)
     with pytest.raises(ConflictError, match="report different layer epochs"):
         story.deployment.hello(replace(LAST, layer_epochs=epochs))

@@ -1,4 +1,4 @@
-"""Balance figures are computed per step and kept in few points, and a deployment reports problems without any error."""
+"""Balance figures are computed per step and stored in few points, and a deployment reports problems without errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
 
 
 def test_par_is_computed_per_step_and_then_averaged() -> None:
-    # A different rank is hottest in every step, so the sum over steps would look balanced.
+    # A different rank is hottest in each step, so the sum over steps would look balanced.
     loads_TLR = np.tile(np.eye(4)[:, None] * 9 + 1, (3, 1, 1))
     assert measured_par(deployment_of(loads_TLR)).tolist() == [pytest.approx(10 / 3.25)]
 
@@ -131,7 +131,7 @@ def report(
 
 
 def test_a_group_that_never_counts_a_token_has_a_problem_until_it_does(story: Story) -> None:
-    """The problem appears late, because a host may serve no request for a while after its start."""
+    """The problem appears late, because a host may not serve any requests for a while after it starts."""
     for number in range(16):
         assert problems(story.deployment) == []
         report(story, number * WINDOW, 0, StepPhase.DECODE)
@@ -150,7 +150,7 @@ def test_an_idle_host_has_no_problem(story: Story, phase: StepPhase) -> None:
 
 
 def test_a_host_that_has_served_nothing_yet_has_no_problem(story: Story) -> None:
-    """Data-parallel ranks run dummy passes from the start."""
+    """Data-parallel ranks run dummy passes from startup."""
     for number in range(40):
         report(story, number * WINDOW, 0, StepPhase.DUMMY)
         assert problems(story.deployment) == []

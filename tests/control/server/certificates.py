@@ -14,7 +14,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"
 
 
 class Authority:
-    """A certificate authority that keeps its files in its own folder."""
+    """A certificate authority with its own directory for its files."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ class Authority:
     def sign(
         self, name: str, *, expired: bool = False, days: int = 2, ip: str = "127.0.0.1"
     ) -> tuple[Path, Path]:
-        """Return the paths of a certificate for ``name``, valid for ``days``, and of its key."""
+        """Return the paths of a certificate for ``name``, valid for ``days`` days, and of its key."""
         stem = f"{name}.expired" if expired else name
         key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
         names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:{ip}")

@@ -1,4 +1,4 @@
-"""The `eplb` command against the service of a fake group."""
+"""Run the `eplb` command against a fake group's service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for services that run in the test process: kernels are compiled first, and logs go to stderr."""
+"""Fixtures for services that run in the test process. Kernels are compiled first, and logs go to stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.control.server.service_under_test import settings
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_kernels() -> None:
-    """Compile the kernels, because the first compilation takes longer than any test may wait for a plan."""
+    """Compile the kernels, because the first compilation takes longer than tests wait for a plan."""
     warm_up(1)
 
 
@@ -38,7 +38,7 @@ async def service() -> AsyncIterator[RunningService]:
 
 @pytest_asyncio.fixture
 async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
-    """Return a group whose ranks are all registered."""
+    """Yield a group whose ranks are all registered."""
     async with FakeGroup(service.address) as fake_group:
         await fake_group.join()
         yield fake_group
@@ -46,5 +46,5 @@ async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Return the path of a store, which need not exist."""
+    """Return a path for a store, which does not exist yet."""
     return str(tmp_path / "state.sqlite3")

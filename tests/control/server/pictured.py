@@ -1,4 +1,7 @@
-"""A fake service of any size behind the real web page. Its JSON documents are built from service messages."""
+"""A fake service for a deployment of any size, behind the real web page.
+
+JSON documents are built from service messages.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ PAGE_FILES = {
     f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()
 }
 PAGE_FILES["/"] = PAGE_FILES["/index.html"]
-"""Media type and content of every file of the page, by path. ``/`` is the HTML document."""
+"""Media type and content of each of the page's files, by path. ``/`` is the HTML document."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """The service's messages at one moment."""
+    """The service's messages at one point in time."""
 
     known: list[operator_pb2.DeploymentStatus]
     whole: operator_pb2.GetStatusResponse
@@ -40,12 +43,12 @@ class Pictured:
 
 
 def documents(*sizes: int, **facts: Any) -> dict[str, Any]:
-    """Return the document of every API path, for one deployment of the given size and two small ones."""
+    """Return the document for every API path, for one deployment of the given size and two small ones."""
     return documents_of(messages(*sizes, **facts))
 
 
 def documents_of(look: Pictured) -> dict[str, Any]:
-    """Return the document of every API path for these messages."""
+    """Return the document for every API path, built from these messages."""
     return {
         "service": {"version": "0.1.0"},
         "deployments": {"deployments": [as_document(status) for status in look.known]},
@@ -59,7 +62,7 @@ def documents_of(look: Pictured) -> dict[str, Any]:
 def messages(
     ranks: int, layers: int, slots: int = 1, *, problems: tuple[str, ...] = (), missing: tuple[int, ...] = ()
 ) -> Pictured:
-    """Return the messages of a deployment ``decode`` of this size and of two small deployments."""
+    """Return the messages for a deployment ``decode`` of this size and for two small deployments."""
     rng = np.random.default_rng(7)
     now = time.time()
     loads_LR = np.clip(rng.gamma(60, 1 / 60, (layers, ranks)), 0, None)
@@ -124,7 +127,7 @@ AGENT = """
 
 
 def agents(ranks: int, missing: tuple[int, ...]) -> list[operator_pb2.AgentStatus]:
-    """Return the agents of all ranks, eight per node. Rank 5 has dropped steps."""
+    """Return the agent statuses of all ranks, with eight ranks per node. Rank 5 has dropped steps."""
     statuses = [text_format.Parse(AGENT, operator_pb2.AgentStatus()) for _ in range(ranks)]
     for rank, agent in enumerate(statuses):
         agent.rank = rank
@@ -157,7 +160,7 @@ def moves_of(rng: np.random.Generator, ranks: int, slots: int, count: int) -> An
 
 
 def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoint]:
-    """Return points of one hour in which heat drifts and a plan restores balance, six times."""
+    """Return the points for one hour in which, six times, heat drifts and a plan restores balance."""
     return [
         operator_pb2.BalancePoint(
             at=now - 10 * (360 - index),

@@ -24,7 +24,7 @@ def settings(**changes: Any) -> ServiceSettings:
 
 
 def tick(plane: ControlPlane) -> None:
-    """Have the service do what it does every second."""
+    """Run the service's periodic work, which normally runs every second."""
     for _ in plane.ticking():
         pass
 

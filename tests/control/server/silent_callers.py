@@ -1,4 +1,4 @@
-"""Callers that open gRPC calls without sending a request, and checks that others are still served."""
+"""Callers that open gRPC calls without sending a request, and checks that other callers are still served."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LIVE = live_of(first_placement())
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 SEPARATE_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-"""Channel options for a separate connection."""
+"""Channel options that force a separate connection."""
 SECONDS = 8.0
-"""Much longer than an honest call takes, and shorter than a silent call may last."""
+"""A time much longer than an honest call takes, but shorter than a silent call may last."""
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def healthy(address: str) -> bool:
 
 
 async def check_served(address: str, agent: Any = None, reader: Any = None) -> None:
-    """Check that a rank is welcomed and an operator's request is answered."""
+    """Check that the service welcomes a rank and answers an operator's request."""
     async with grpc.aio.insecure_channel(address) as channel:
         rank = FakeRank(channel, 0, agent)
         rank.patience = SECONDS

@@ -1,4 +1,4 @@
-"""Streams end when asked to, a backlog of heat loses no step, and copies of only the newest plan are sent in turns."""
+"""Streams end on request, a backlog of heat loses no steps, and only the newest plan is sent, to one rank at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_the_first_error_of_a_stream_is_raised_and_its_other_tasks_are_can
 
 
 class _Plane:
-    """A control plane that records its calls and has complete steps to assemble three times."""
+    """A control plane that records its calls and that three times has complete steps to assemble."""
 
     settings = SimpleNamespace(heartbeat_seconds=2.0)
 
@@ -88,7 +88,7 @@ class _Plane:
 
 
 async def test_waiting_steps_are_assembled_in_portions_before_the_next_report() -> None:
-    """Otherwise a report that pushes waiting steps out of the ring would assemble all of them at once."""
+    """Otherwise, a report that pushes pending steps out of the ring would assemble all of them at once."""
     plane = _Plane()
     live = live_of(first_placement())
     deployment = SimpleNamespace(limits=SimpleNamespace(pending_steps=8), is_ahead=lambda *_: False)
@@ -104,11 +104,11 @@ async def test_waiting_steps_are_assembled_in_portions_before_the_next_report() 
 
 REPORTS = 24
 STEPS = 8
-"""Steps per report. All reports together have three times as many steps as ranks may be apart."""
+"""Number of steps per report. All reports together cover three times as many steps as ranks may be apart."""
 
 
 async def send(group: FakeGroup, rank: int) -> None:
-    """Send all reports of one rank."""
+    """Send all reports from one rank."""
     for number in range(REPORTS):
         report = heat_report(group.live, rank, number * STEPS, skewed_heat(STEPS))
         await group.ranks[rank].say(heat_report=report)
@@ -135,7 +135,7 @@ async def test_heat_sent_before_the_last_rank_connects_is_not_lost(service: Runn
         group.ranks = [FakeRank(group.channel, rank) for rank in range(RANKS)]
         for rank in group.ranks:
             if rank is group.ranks[-1]:
-                # Wait as long as an agent does before it retries. The other ranks' heat is in transit meanwhile.
+                # Wait as long as an agent does before it retries. In the meantime, the other ranks' heat is in transit.
                 await asyncio.sleep(HELD_SECONDS / 10)
             await rank.greet(hello_of(group.live, rank.rank))
             await send(group, rank.rank)
@@ -151,7 +151,7 @@ async def test_a_rank_without_reports_delays_the_other_ranks_only_once(
     for rank in range(1, RANKS):
         await send(group, rank)
     decode = service.plane.deployments["decode"]
-    # Two thirds of the other ranks' reports are too far ahead of the silent rank.
+    # Two thirds of the other ranks' reports are too far ahead of the silent rank to be accepted.
     time_limit = 8 * HELD_SECONDS
     await until(lambda: {member.step for member in decode.connected[1:]} == {REPORTS * STEPS}, time_limit)
     assert time.monotonic() - started_at >= HELD_SECONDS
@@ -159,7 +159,7 @@ async def test_a_rank_without_reports_delays_the_other_ranks_only_once(
 
 
 class _Plan:
-    """A plan whose encoded copy for a rank is the rank's number."""
+    """A plan whose encoded copy for each rank is the rank's number."""
 
     def response(self, rank: int) -> bytes:
         return bytes([rank])
@@ -170,7 +170,7 @@ RANK_COUNT = 6
 
 
 class Scene:
-    """Ranks whose reads the test controls."""
+    """Ranks whose reads are controlled by the test."""
 
     def __init__(self, concurrency: int) -> None:
         self.sending = _PlanSending(PLAN, asyncio.Semaphore(concurrency), RANK_COUNT)

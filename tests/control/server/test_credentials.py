@@ -1,4 +1,4 @@
-"""Credentials identify callers and limit their access. The file is read again when it changes."""
+"""Credentials identify callers and limit their access. The credentials file is reloaded when it changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def serving(**flags: Any) -> AsyncIterator[tuple[RunningService, grpc.aio.
 
 
 async def orders(channel: grpc.aio.Channel, token: str, deployment: str) -> list[grpc.StatusCode]:
-    """Return the status codes of a read and of a command."""
+    """Send a read request and a command; return their status codes."""
     stub = operator_pb2_grpc.OperatorServiceStub(channel)
     proof = bearer(token)
     read = operator_pb2.GetStatusRequest
@@ -78,7 +78,7 @@ async def test_every_role_can_make_only_its_own_calls(path: Path, capsys: pytest
         assert await orders(channel, AGENT, "decode") == [DENIED, DENIED]
         assert await orders(channel, "wrong-token-of-16", "decode") == [UNKNOWN, UNKNOWN]
         assert await orders(channel, READER, "prefill") == [DENIED, DENIED]
-        # A credential of the wrong role is rejected before the stream's first message.
+        # A credential with the wrong role is rejected before the stream's first message.
         assert (await FakeRank(channel, 1, bearer(OPERATOR)).refusal())[0] == DENIED
         for message in (hello_of(LIVE, 2), hello_of(LIVE, 1, deployment="prefill")):
             rank_outside_credential = FakeRank(channel, 1, bearer(AGENT))
@@ -148,7 +148,7 @@ async def test_health_checks_have_a_separate_port(path: Path) -> None:
 
 
 def entry(changes: str) -> str:
-    """Return the YAML of an agent's credential with these fields changed."""
+    """Return the YAML for an agent's credential with these fields changed."""
     fields = {"name": "a", "role": "agent", "deployments": ["b"], "token": "0123456789abcdef"}
     return yaml.safe_dump([{**fields, **yaml.safe_load(f"{{{changes}}}")}])
 

@@ -1,4 +1,4 @@
-"""A service decides with a curve fitted to its step times, and makes a first plan from the heat of a prior."""
+"""A service decides with a cost curve fitted to its step times, and makes a first plan from prior heat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def varied_heat() -> Int32:
 
 
 class TimedGroup(FakeGroup):
-    """A group whose step times follow the cost curve of the tokens in its slots."""
+    """A group whose step times follow a cost curve, given the tokens in its slots."""
 
     async def serve(self, heat_TLE: Int32) -> None:
         shape = (len(heat_TLE), LAYERS, SLOTS)

@@ -47,7 +47,7 @@ def deployment_of(service: RunningService) -> Deployment:
 
 
 async def reporting_requests(group: FakeGroup) -> list[tuple[bool, int]]:
-    """Return the next reporting request of each rank: source sums or not, and one in how many reports."""
+    """Return each rank's next reporting request: if it asks for source sums, and n if it asks for one in n reports."""
     messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
     return [(message.reporting.source_sums, message.reporting.one_in) for message in messages]
 
@@ -88,7 +88,7 @@ async def test_large_groups_send_long_reports_unless_heat_is_watched(monkeypatch
         call.cancel()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
-        # The 64 steps of one report enter the window gradually.
+        # The 64 steps in a single report enter the window gradually.
         group.step = 64
         await group.send_heat(skewed_heat(64))
         await until(lambda: deployment.heat is not None and deployment.heat.assembled == 64)
@@ -105,7 +105,7 @@ async def test_all_ranks_shed_the_same_reports_and_the_shedding_is_reported(
     assert await reporting_requests(group) == [(True, 4)] * len(group.ranks)
     assert ["they send only one in 4 reports" in problem for problem in problems(deployment)] == [True]
     assert (await scrape(service))["eplb_heat_one_in", ("decode",)] == 4
-    # Plans are still made and sent.
+    # Plans must still be made and sent.
     for block in range(0, 16, 4):
         group.step = 8 * block
         await group.send_heat(skewed_heat(8))
@@ -117,9 +117,9 @@ async def test_all_ranks_shed_the_same_reports_and_the_shedding_is_reported(
 
 
 async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
-    """Start ``eplb trace record`` and, if ``watched``, wait until the service sends heat to it."""
+    """Start ``eplb trace record`` and, if ``watched``, wait until the service sends it heat."""
     feed = service.plane.feed
-    # The service notices the end of the previous watcher a little later.
+    # It takes the service a moment to notice that the previous watcher has ended.
     await until(lambda: not feed._watchers)
     task = asyncio.create_task(
         asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
@@ -222,7 +222,7 @@ HeatMessages = list[operator_pb2.WatchHeatResponse]
 
 @pytest.fixture
 def recorded_messages(monkeypatch: pytest.MonkeyPatch) -> HeatMessages:
-    """Return the messages that a recording receives. Ctrl-C interrupts it at the second report of the last rank."""
+    """Return the messages that a recording receives. Ctrl-C interrupts it at the last rank's second report."""
     take = trace_record._record_message
     messages = HeatMessages()
 

@@ -1,4 +1,4 @@
-"""Metrics, the web page and its JSON documents over HTTP, and the callers that may read them."""
+"""Metrics, the web page and its JSON documents over HTTP, and access control for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CREDENTIALS = """
 
 
 async def carry_out_plan(service: RunningService, group: FakeGroup) -> list[RankPlan]:
-    """Carry out a plan, send heat after it, and return the plan of every rank."""
+    """Carry out a plan, then send heat, and return every rank's plan."""
     await group.fill_window()
     plans = await group.hear_plan()
     await group.carry_out(plans)
@@ -38,7 +38,7 @@ async def carry_out_plan(service: RunningService, group: FakeGroup) -> list[Rank
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
     tick(service.plane)
-    # The newest point may be up to a second older than the current figure. Wait until both agree.
+    # The newest point may be up to a second older than the current figure, so wait until both agree.
     points = service.plane.observer.of("decode").series.points
     await until(lambda: points[-1].par == mean_measured_par(measured_par(deployment)))
     return plans
@@ -128,7 +128,7 @@ async def test_readers_see_only_their_deployments_and_other_callers_nothing(tmp_
         assert (await get(address, path, token="reader-0123456789")).document == {"deployments": []}
         assert (await get(address, f"{path}/prefill", token="reader-0123456789")).status == 403
         assert (await get(address, f"{path}/decode", token="reader-0123456789")).status == 404
-        # Metrics and the page's own files are public to every client that reaches the port.
+        # Metrics and the page's own files are public to any client that can reach the port.
         assert (await get(address, "/metrics")).status == 200
         assert (await get(address, "/")).status == 200
         metrics = (await get(address, "/metrics")).body.decode()
@@ -231,7 +231,7 @@ async def test_metrics_show_the_plan_and_its_effects(service: RunningService, gr
 
 
 def host_address() -> str:
-    """Return this host's network address. Calls to it do not come from loopback."""
+    """Return this host's network address. Calls to it do not count as coming from loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))
@@ -270,7 +270,7 @@ async def test_without_credentials_other_hosts_get_only_the_metrics(setting: str
             assert (await get(f"{host}:{port}", "/metrics")).status == 200
         assert (await get(url, "/api/v1/deployments")).document["deployments"]
         assert (await get(url, "/")).status == 200
-        # A name of another site can resolve to this host.
+        # A different site's name can resolve to this host.
         assert (await get(url, "/api/v1/deployments", Host="rebound.example")).status == 403
 
 

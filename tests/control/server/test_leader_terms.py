@@ -1,4 +1,7 @@
-"""A later start has a higher leader term. A holder can renew its lease, and a rival can acquire an expired one."""
+"""A service that starts later has a higher leader term.
+
+A holder can renew its lease, and a rival can acquire an expired lease.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from eplb_service.control.core.leader import Claim, clock_of, term_above, term_a
 from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
 
 _IN_2106 = 1 << 32
-"""Time of a clock that was never set, in seconds."""
+"""Time that an unset clock may show, in seconds."""
 
 
 def test_the_term_grows_with_every_start(path: str) -> None:

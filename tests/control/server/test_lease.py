@@ -1,4 +1,7 @@
-"""One of several services holds a lease. Another acquires it after a release or expiry, and learns the highest term."""
+"""One of several services holds a lease.
+
+After its release or expiry, another acquires it and learns the highest term.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/eplb"
 
 
 class FakeKubernetes:
-    """An API server with leases and pods by path.
+    """A fake API server that stores leases and pods by path.
 
-    While ``failing`` is set, all calls return that status code. ``before_put`` runs once, before the next PUT.
+    While ``failing`` is set, all calls return it as their status code. ``before_put`` runs once, before the next PUT.
     """
 
     def __init__(self) -> None:
@@ -202,7 +205,7 @@ def test_the_kubernetes_record_has_the_standard_fields_and_keeps_foreign_annotat
     assert record["spec"]["leaseDurationSeconds"] == 15
     assert record["spec"]["leaseTransitions"] == 1
     assert record["spec"]["acquireTime"] < record["spec"]["renewTime"]
-    # Another client may have written anything to the record.
+    # A different client may have written anything to the record.
     record["metadata"]["annotations"] = {TERM_ANNOTATION: "five", "other": "kept"}
     assert lease.attempt()
     assert lease.highest_term() == 0
@@ -221,7 +224,7 @@ def test_only_the_leading_pod_is_labelled(
     second = candidate("b", pod="eplb-b")
     with pytest.raises(LeaseError, match="cannot label pod 'eplb-a'"):
         first.attempt()
-    # A restarted container finds the label of its predecessor.
+    # A restarted container finds its predecessor's label.
     api.pods = {path: {LEADS_LABEL: "true"} for path in paths.values()}
     assert first.attempt()
     assert not second.attempt()

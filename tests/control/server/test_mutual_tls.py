@@ -1,4 +1,4 @@
-"""Mutual TLS: only valid client certificates are accepted, and all certificate files rotate at run time."""
+"""Mutual TLS: only valid client certificates are accepted, and all certificate files can be rotated at run time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def agent(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> ServiceStream:
-    """Return the service stream of a real agent."""
+    """Return a real agent's stream to the service."""
     placement = first_placement()
     installed = RankLayout.first(0, placement, placement.default_log2phy()[0])
     shape = Shape(RANKS, LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT)
@@ -76,7 +76,7 @@ async def test_an_agent_is_identified_by_its_certificate(tmp_path: Path, authori
             "unknown name": agent(service, authority.ca, authority.sign("somebody")),
             "rejects the service's authority": agent(service, other_authority.ca, decode_certificate),
         }
-        # This is enough time for two attempts each. The accepted stream shows that the service answers.
+        # This leaves each stream enough time for two attempts. The accepted stream shows that the service answers.
         await asyncio.sleep(2.0)
         assert [name for name, attempt in rejected.items() if attempt.connected or attempt.welcome] == []
         assert stream.connected
@@ -114,7 +114,7 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
         stream = agent(service, authority.ca, (certificate, key))
         await until(lambda: stream.connected)
         before = presented_certificate(service.address)
-        # First renew the service's certificate in place, then the authority of both sides. The open stream continues.
+        # First renew the service's certificate in place, then the authority on both sides. The open stream continues.
         authority.sign("localhost")
         assert presented_certificate(service.address) != before
         assert stream.connected
@@ -129,7 +129,7 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
         assert stream.connected
         await asyncio.to_thread(stream.close, 5)
         reconnected = agent(service, authority.ca, (certificate, key))
-        # An agent reads its certificate files for every connection.
+        # An agent rereads its certificate files for every connection.
         await until(lambda: reconnected.connected)
         await asyncio.to_thread(reconnected.close, 5)
         assert await code_of(service, authority.ca, renewed.sign("on-call")) is grpc.StatusCode.OK

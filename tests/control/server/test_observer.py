@@ -1,4 +1,4 @@
-"""The observer records balance over time, the last decision and plan, and the last message of each rank."""
+"""The observer records balance over time, the last decision and plan, and each rank's last message."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_agent_calls_are_counted_between_heartbeats() -> None:
     metrics.expect("decode", [], [])
 
     def totals_after(calls: int, micros: int, votes: int) -> tuple[float | None, ...]:
-        """Count a heartbeat and return the total calls, their seconds and their seconds in votes."""
+        """Count a heartbeat and return the total calls, the seconds spent in them, and the seconds spent in votes."""
         message = Heartbeat(calls=calls, call_micros=micros, vote_micros=votes)
         observer.count_calls("decode", 3, message, metrics)
         return tuple(

@@ -1,4 +1,4 @@
-"""Operator commands print the service's state, carry out their orders, and report rejections in one line."""
+"""Operator commands print the service's state, take effect, and report rejections in one line."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         assert answer["leader_term"] > IN_2106
         (audit_line,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]
         assert (json.loads(audit_line)["call"], json.loads(audit_line)["result"]) == ("Lead", "done")
-        # The ranks send a new Hello and learn the term before there is a plan.
+        # The ranks send a new Hello and learn the term before there is any plan.
         await until(lambda: not service.plane.deployments["decode"].connected)
         for welcome in await group.join(highest_term=IN_2106):
             assert welcome.leader_term == answer["leader_term"]

@@ -1,4 +1,4 @@
-"""During a rolling upgrade, this service serves ranks of the previous and of the next release."""
+"""During a rolling upgrade, this service works with ranks that run the previous or the next release."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: 
 from tests.control.server.service_under_test import settings
 
 NEWER_FIELD = bytes([0xF2, 0x7D, 3]) + b"new"
-"""Field 2014 with three bytes, as a later release might add it."""
+"""Field 2014 with three bytes, such as a later release might add."""
 NEWER_FIELDS = {
     "heat_report": ("step_micros", "source_sums"),
     "heartbeat": ("calls", "staging_bytes", "ring_bytes"),
 }
-"""Fields that agents of earlier releases do not send, by message."""
+"""Fields that agents from earlier releases do not send, by message."""
 
 
 def as_previous_release(kind: str, message: Message) -> Message:

@@ -23,7 +23,7 @@ addEventListener("error", (event) => window.problems.push(String(event.message))
 addEventListener("securitypolicyviolation", (event) => window.problems.push(event.violatedDirective));
 for (const kind of ["error", "warn"]) console[kind] = (...values) => window.problems.push(values.join(" "));
 """
-# When the page is ready, this script records its content, the tooltips and any horizontal overflow.
+# Once the page is ready, this script records its content, tooltips and any horizontal overflow.
 LATE = b"""
 function look() {
   if (document.body.dataset.ready !== "yes") { setTimeout(look, 50); return; }

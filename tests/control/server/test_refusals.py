@@ -1,4 +1,7 @@
-"""An invalid message ends its stream with a status that names the fault. Ranks that contradict a group are rejected."""
+"""An invalid message ends its stream with a status that describes the problem.
+
+Ranks that contradict a group are rejected.
+"""
 
 from __future__ import annotations
 

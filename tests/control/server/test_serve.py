@@ -1,4 +1,4 @@
-"""``eplb serve`` as a process: it prints its addresses, reports errors in one line and stops cleanly."""
+"""``eplb serve`` as a process: it prints its addresses, reports errors in one line, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ async def test_two_services_share_a_store_only_under_the_same_lease(
                 async with running_service(settings(store=None, lease=second)):
                     pass
         else:
-            # The old leader may still be closing the store after it has lost the lease.
+            # The old leader may still be closing the store when it has lost the lease.
             async with running_service(settings(store=None, lease=second)):
                 pass
     async with running_service(settings(store=None, lease=second)):

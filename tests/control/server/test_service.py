@@ -1,4 +1,4 @@
-"""A real server and fake ranks: heat leads to a plan, the plan to a new epoch, and the operator API reports both."""
+"""A real server with fake ranks: heat leads to a plan, the plan to a new epoch, and the operator API reports both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.control.server.service_under_test import settings, tick, until
 async def test_connected_streams_are_excluded_from_garbage_collection(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand ranks, a collection blocked the event loop for 0.1 s."""
+    """With a thousand ranks, one collection blocked the event loop for 0.1 s."""
     monkeypatch.setattr("eplb_service.control.server.service._MANY_RANKS", RANKS)
     before = gc.get_freeze_count()
     async with FakeGroup(service.address) as group:
@@ -69,7 +69,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_a_new_epoch(service: Running
         assert (status.agents_connected, status.steps_received, status.steps_lost) == (RANKS, 32, 0)
         assert list(status.problems) == []
 
-        # The loads after the plan are better balanced than the ones it was made for.
+        # The loads after the plan are better balanced than the loads that it was made for.
         await group.send_heat(skewed_heat(64, seed=1))
         await until(lambda: deployment.totals.steps_received == 96)
         answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
@@ -132,7 +132,7 @@ async def test_a_rejected_plan_changes_nothing_and_is_reported(
 
 
 def shifted_heat(steps: int) -> Int32:
-    """Return heat after a change: different experts are hot, and there are twice as many tokens."""
+    """Return heat as after a change: different experts are hot, and there are twice as many tokens."""
     heat_TLE = skewed_heat(steps, seed=7)
     return np.ascontiguousarray(heat_TLE[:, :, ::-1] * 2)
 
@@ -153,7 +153,7 @@ async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_keeps_committ
     deployment = service.plane.deployments["decode"]
     layer = first.layers[0]
     tables_RE = np.stack([plan.layers[0].log2phy_E for plan in plans])
-    # Unchanged heat does not call the plan off while a layer is committed.
+    # Unchanged heat must not cause the plan to be called off while a layer is being committed.
     await group.send_heat(skewed_heat(16, seed=2))
     group.live = group.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
     await group.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED)
@@ -212,7 +212,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         health = health_pb2_grpc.HealthStub(group.channel)
         request = health_pb2.HealthCheckRequest()
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # Agents can register before that. A decision that is due is made once the solver is warm.
+        # Agents can register before the solver is warm. Any decision that is due is made once it is.
         await group.join()
         await group.fill_window()
         deployment = running.plane.deployments["decode"]

@@ -1,4 +1,4 @@
-"""Settings take precedence in the order flags, environment, file, defaults, and unknown settings are rejected."""
+"""Settings take precedence in the order flags, environment, file, defaults. Unknown settings are rejected."""
 
 from __future__ import annotations
 

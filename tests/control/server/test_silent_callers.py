@@ -1,4 +1,4 @@
-"""Any number of silent callers leaves the service available to callers that send requests."""
+"""No number of silent callers can make the service unavailable to callers that send requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CREDENTIALS = f"""
 - {{name: looker, role: reader, deployments: ['*'], token: {READER}}}
 """
 OPENED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000 000000040100000000")
-"""Preface, settings and their acknowledgement: an open HTTP/2 connection without a request."""
+"""Preface, settings and acknowledgement of settings, which open an HTTP/2 connection without a request."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The store keeps its content however the service ends, sets damaged data aside, and reports losses."""
+"""The store keeps its content no matter how the service ends, sets damaged data aside, and reports losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_plan_ids_grow_across_restarts(path: str) -> None:
 
 
 def test_plan_ids_without_a_store_file_are_higher_than_those_of_earlier_services() -> None:
-    """Agents outlive services and remember plan ids, so ids without a store start from the clock."""
+    """Agents outlive services and remember plan ids, so without a store, ids start from the clock."""
     before = int(time.time())
     store = Store(MEMORY)
     assert before < store.new_plan_id() <= int(time.time()) + 1
@@ -53,7 +53,7 @@ def test_the_first_layout_is_restored_with_its_tables(path: str, entries: int) -
     placement = LIVE.placement
     log2phy_RLE = placement.default_log2phy()
     if entries:
-        # Dispatch to each expert's last replica instead of the default one, in every entry of a dealing table.
+        # Dispatch to each expert's last replica instead of the default one, in all entries of a dealing table.
         for layer, row_RS in enumerate(placement.phy2log_LRS):
             for slot, expert in enumerate(row_RS.ravel()):
                 log2phy_RLE[:, layer, expert] = slot
@@ -148,7 +148,7 @@ async def test_a_restarted_service_restores_the_history_and_continues(path: str)
         assert running.plane.deployments["decode"].live.epoch == live.epoch
         first_layout = running.plane.deployments["decode"].found
         assert first_layout is not None
-        # The initial layout is the one that the ranks first joined with, not the one that the second service saw.
+        # The initial layout is the one with which the ranks first joined, not the one that the second service saw.
         np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, first_placement().phy2log_LRS)
     async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
         await group.join(group_id="another")
@@ -380,7 +380,7 @@ def test_invalid_leader_terms_are_set_aside(path: str, terms: list[object]) -> N
 
 
 def killed_after_writes(path: str, *, order: bool = False) -> None:
-    """Store twelve paused deployments in a process and kill it; with ``order``, after it made them durable."""
+    """Store twelve paused deployments in a process and kill it; with ``order``, kill it after they are durable."""
     script = (
         "import os\n"
         "from dataclasses import replace\n"

@@ -1,4 +1,4 @@
-"""Writes that a disk rejects for a while are not lost, and operator commands report if they are not stored."""
+"""Writes that a disk rejects for a while are not lost, and operator commands report when they could not be stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIVE = live_of(first_placement())
 
 
 class Failures:
-    """A store writer whose failed attempts are counted."""
+    """A store writer with a count of its failed attempts."""
 
     def __init__(self, path: str) -> None:
         self.count = 0
@@ -63,7 +63,7 @@ def failures(path: str) -> Iterator[Failures]:
 
 
 def full(failures: Failures) -> None:
-    """Allow no further page in the store, as on a full disk."""
+    """Allow no more pages in the store, as on a full disk."""
     (pages,) = failures.store._db.execute("PRAGMA page_count").fetchone()
     failures.pragma(f"max_page_count = {pages}")
 
@@ -145,7 +145,7 @@ def test_a_deleted_or_replaced_store_is_reported(failures: Failures, path: str) 
 def test_a_store_that_becomes_read_only_is_reported(
     failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The open file stays writable until the next start. ``access`` is patched because root may always write."""
+    """The open file stays writable until the next start. ``access`` is patched because root can always write."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "is read-only; make it writable" in failures.retry()
     monkeypatch.undo()
@@ -189,7 +189,7 @@ def fill(path: Path) -> None:
 
 
 async def test_a_full_disk_that_recovers_has_lost_nothing(tmp_path: Path) -> None:
-    """As the runbook for EplbStoreFails states, a copy of the files, as a kill would leave them, is complete."""
+    """As the runbook for EplbStoreFails states, a copy of the files, as they would be after a kill, is complete."""
     with small_disk(tmp_path / "disk") as disk:
         path = disk / "state.sqlite3"
         filler = disk / "filler"

@@ -25,7 +25,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.mark.parametrize("days", [1, 400, 20_000])
 def test_the_validity_of_a_certificate_is_read_from_its_file(authority: Authority, days: int) -> None:
-    """20,000 days reach beyond 2050, from which certificates encode the year with four digits."""
+    """20,000 days extend beyond 2050, the year from which certificates encode the year with four digits."""
     certificate, _ = authority.sign("localhost", days=days)
     validity = first_to_expire(certificate.read_bytes())
     assert validity is not None

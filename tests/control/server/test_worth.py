@@ -1,4 +1,4 @@
-"""The gain of balancing on every surface: time is shown only if commits measured it."""
+"""The gain from balancing in every output: time is shown only if commits have measured it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Times = Callable[[np.ndarray], np.ndarray]
 
 
 class TimedGroup(FakeGroup):
-    """A group whose step times are a function of its most loaded ranks."""
+    """A group whose step times are a function of the load on its most loaded ranks."""
 
     times: Times
 
@@ -45,7 +45,7 @@ class TimedGroup(FakeGroup):
 
 
 def heat_with_hot_expert(steps: int, expert: int, seed: int) -> Int32:
-    """Return heat with one hot expert; every count is a multiple of the number of ranks."""
+    """Return heat with one hot expert, in which every count is a multiple of the number of ranks."""
     heat_TLE = 4 * np.random.default_rng(seed).poisson(10, (steps, LAYERS, EXPERTS))
     heat_TLE[:, :, expert] += 400
     return heat_TLE.astype(np.int32)
@@ -71,7 +71,7 @@ async def switch_often(service: RunningService, group: TimedGroup, rounds: int =
         await group.serve(heat_with_hot_expert(48, expert, seed=turn))
         await until(lambda: deployment.assembled == group.step)
         for _ in range(2):
-            # An alarm may have started a decision already, on fewer of these steps.
+            # An alarm may already have started a decision, on fewer of these steps.
             with contextlib.suppress(ConflictError):
                 await service.plane.decider.start(deployment)
             await follow_plans(service, group)
@@ -99,7 +99,8 @@ async def switch_often(service: RunningService, group: TimedGroup, rounds: int =
 async def service_and_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[tuple[RunningService, TimedGroup]]:
-    # Heat changes in every round, so a plan could be called off before the ranks receive it. They would wait forever.
+    # Heat changes in every round, so a plan could be called off before the ranks receive it, and they would wait
+    # forever.
     monkeypatch.setattr(Deployment, "may_call_off", False)
     often_settings = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
     async with running_service(often_settings) as service, TimedGroup(service.address) as group:
@@ -108,7 +109,7 @@ async def service_and_group(
 
 
 def page_documents(service: RunningService) -> str:
-    """Return all documents about the deployment that the page reads."""
+    """Return all documents about the deployment that the page fetches."""
     documents = []
     for path in ("", "/decode", "/decode/figures", "/decode/balance"):
         with urllib.request.urlopen(f"{service.page_url}api/v1/deployments{path}") as answer:
@@ -117,7 +118,7 @@ def page_documents(service: RunningService) -> str:
 
 
 async def all_surfaces(service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the output of ``status``, ``top`` and ``deployments``, the metrics and the page's documents as text."""
+    """Return as text the output of ``status``, ``top`` and ``deployments``, the metrics, and the page's documents."""
     for command in (("status", "decode"), ("status", "decode", "--json"), ("status", "decode", "--explain")):
         assert await eplb(group, *command) == 0
     assert await eplb(group, "top", "decode", "--once") == 0
@@ -173,7 +174,7 @@ async def test_step_times_that_follow_balance_show_a_measured_gain(
 
 
 async def carry_out_one_plan(service: RunningService, group: FakeGroup) -> Worth:
-    """Carry out one plan, serve more steps and return the judged gain."""
+    """Carry out one plan, serve more steps, and return the judged gain."""
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]

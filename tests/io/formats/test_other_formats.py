@@ -1,4 +1,4 @@
-"""Tests of TensorRT-LLM statistics and tables: correct heat, or an error on one line."""
+"""Tests of TensorRT-LLM statistics and of tables: correct heat, or a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of JSON Lines from vLLM and Megatron and of responses with experts: correct heat, or an error."""
+"""Tests of JSON Lines from vLLM and Megatron and of responses that list experts: correct heat, or an error."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def routed(step: int, layer: int, rank: int, chosen_KC: np.ndarray, **fields: An
 
 
 def megatron_folder(folder: Path, seed: int) -> np.ndarray:
-    """Write the files of two ranks, with two microbatches per step; return their heat."""
+    """Write the files of two ranks, with two micro-batches per step, and return their heat."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
     heat_TLE = np.zeros((3, 2, 8), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Tests of SGLang dumps: ring buffers, dense layers and one file per rank are read, invalid dumps rejected."""
+"""Tests of SGLang dumps: ring buffers, dense layers and one file per rank are read, and invalid dumps are rejected."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def by_expert(counts_TLP):
 
 
 def dump_run(folder, ranks=RANKS, first=lambda rank: 0):
-    """Write the files of ``ranks`` ranks. Each has recorded all passes from ``first(rank)`` on."""
+    """Write the files of ``ranks`` ranks. Each rank has recorded all passes from ``first(rank)`` onwards."""
     for rank in range(ranks):
         dump(folder, rank, [record(rank, number) for number in range(first(rank), PASSES)])
 

@@ -1,4 +1,4 @@
-"""Random tensors written in the formats of the engines are read back exactly."""
+"""Random tensors that are written in the engines' formats are read back exactly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of the constraints that torch_npu 2.13 documents for its operators in addition to their schemas.
 
-The checks apply to each call of a 16-bit layer. ``docs/research/operators.md`` lists the constraints, and the one
-exception: (un)permute is also called in float16, although only bfloat16 is documented. A checked operator asserts that
+The checks apply to each call of a 16-bit layer. ``docs/research/operators.md`` lists the constraints and one exception:
+permute and unpermute are also called in float16, although only bfloat16 is documented. A checked operator asserts that
 its arguments are allowed and then runs the reference.
 """
 
@@ -82,7 +82,7 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
     matrix(rows_NK, FP16, BF16, torch.int8)
     assert rows_NK.is_contiguous(), "x must not be transposed"
     assert weight_GKM.ndim == 3, "weights must have the shape [G, K, M]"
-    # The constraint applies to the axis of a transposed weight that is last in memory.
+    # For a transposed weight, the constraint applies to the axis that is last in memory.
     inner = weight_GKM.shape[2] if weight_GKM.is_contiguous() else weight_GKM.shape[1]
     assert max(rows_NK.shape[1], inner) < 65536, "inner axes must be shorter than 65536"
     assert more["split_item"] in (2, 3), "there must be a single result"
@@ -168,7 +168,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def checked(behind: Any = reference) -> tuple[SimpleNamespace, set[tuple[Any, ...]]]:
-    """Return checked versions of the operators ``behind``, and the set of call forms that they have recorded."""
+    """Return checked versions of the operators in ``behind``, and the set in which they record call forms."""
     called: set[tuple[Any, ...]] = set()
 
     def watch(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Tests that the layer's calls, with every pair of options, satisfy torch_npu's documented constraints."""
+"""Tests that the layer's operator calls satisfy torch_npu's documented constraints for every pair of options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16_ROWS, FP16_ROWS = (
     [
         row
         | {"dtype": dtype, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"}
-        # MC2 supports at most 16 choices, and some of these rows have more.
+        # MC2 supports at most 16 choices per token, and some of these rows have more.
         | ({"top_k": "some"} if row["dispatcher"] == "mc2" and row["top_k"] == "all" else {})
         for row in ROWS
     ]
@@ -36,7 +36,7 @@ BF16_ROWS, FP16_ROWS = (
 
 
 def run_checked(row: Row, monkeypatch: pytest.MonkeyPatch, **changed: int) -> set[tuple[Any, ...]]:
-    """Run one step of a modified case with checked operators, and return the call forms that were recorded."""
+    """Run one step of a modified case with checked operators, and return the recorded call forms."""
     operators, called = checked()
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
@@ -70,7 +70,7 @@ def test_every_operator_is_called_within_its_documented_constraints(
 def test_layers_with_one_slot_per_rank_satisfy_the_constraints(
     dispatcher: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """torch_npu does not accept a list with a single count."""
+    """torch_npu does not accept a group list with a single count."""
     row = next(row for row in BF16_ROWS if row["dispatcher"] == dispatcher and row["tokens"] == "different")
     row = row | {"kind": kind, "ranks": 2, "shared": "plain", "weigh_on_input": False, "mask": "none"}
     row["quantize_before_gather"] &= kind == "W8A8"

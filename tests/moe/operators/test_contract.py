@@ -1,4 +1,4 @@
-"""Tests that every operator is called as torch_npu declares it, so that code that runs on a CPU also runs on an NPU.
+"""Tests that operator calls match torch_npu's declarations, so that code that runs on a CPU also runs on an NPU.
 
 ``torch_npu/*.schemas`` and ``*.results.json`` are extracted from torch_npu's wheel. ``tools/torch_npu_contract.py``
 describes the extraction and compares the files with the wheel.
@@ -31,14 +31,14 @@ RESULTS = json.loads((EXTRACT / "2.14.0.results.json").read_text())
 
 
 def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:
-    """Accept output dtypes as integers, because torch_npu's schemas declare them as integers."""
+    """Accept output dtypes as integers, as in torch_npu's schemas."""
     types = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
     return reference.npu_grouped_matmul(*args, output_dtype=types.get(output_dtype), **kwargs)
 
 
 @pytest.fixture(scope="module")
 def declared() -> Iterator[SimpleNamespace]:
-    """Yield the reference operators behind torch_npu's own schemas, which check every argument and return value."""
+    """Yield the reference operators behind torch_npu's own schemas, which check all arguments and return values."""
     library = torch.library.Library("torch_npu_contract", "DEF")
     behind = {name: getattr(reference, name) for name in NAMES} | {
         "npu_grouped_matmul": grouped_matmul_of_codes
@@ -66,7 +66,7 @@ def test_every_argument_and_its_default_match_torch_npu(schema: str):
         if argument.kind is inspect.Parameter.KEYWORD_ONLY:
             assert theirs[argument.name].kwarg_only
         else:
-            # torch names one tensor "self", a name that our Python signatures cannot use.
+            # torch calls one tensor "self", a name that our Python signatures cannot use.
             assert positional[place] in (argument.name, "self")
         known = theirs[positional[place] if argument.name not in theirs else argument.name]
         if argument.default is not inspect.Parameter.empty:

@@ -1,4 +1,4 @@
-"""Tests that the reference operators equal their slow, simple twins."""
+"""Tests that the reference operators match their slow, simple twins."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def product(
 ) -> torch.Tensor:
     """Return the grouped product with one matrix per group.
 
-    ``more`` contains further one-tensor lists for the operator.
+    ``more`` contains additional one-tensor lists for the operator.
     """
     lists = {name: [tensor] for name, tensor in more.items()}
     groups = {"group_list": group_list_G, "group_list_type": kind, "split_item": 2, "group_type": 0}

@@ -1,4 +1,4 @@
-"""Tests that counting, tables and commits only launch operators that torch_npu declares for its device."""
+"""Tests that token counting, table lookups and commits only launch operators that torch_npu declares for its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One small operator call for each form that 16-bit layers use, on any device. On ``meta``, the calls cost nothing."""
+"""One small operator call, on any device, for each form that 16-bit layers use. On ``meta``, the calls cost nothing."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
 
 
 def results(device: str, operator_of: Callable[[str], Any]) -> dict[str, list[list[Any]]]:
-    """Return the dtype and shape of each tensor that each call returns."""
+    """Return the dtype and shape of every tensor that each call returns."""
     found = {}
     for title, call in calls(device).items():
         result = operator_of(call.operator)(*call.args, **call.kwargs)
@@ -154,11 +154,11 @@ SIZES = {
     "moe_expert_num",
     "group_tp",
 }
-"""Arguments that hold sizes and ranks, and do not change the form of a call."""
+"""Arguments that specify sizes and ranks, which do not change a call's form."""
 
 
 def form_of(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the tensor dtypes, tensor dimensions and modes of a call. They do not depend on sizes."""
+    """Return a call's tensor dtypes, tensor dimensions and modes, which do not depend on sizes."""
     signature = inspect.signature(getattr(reference, operator))
     given = signature.bind(*args, **kwargs).arguments
     form = []
@@ -170,7 +170,7 @@ def form_of(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _kind(value: Any) -> tuple[str, int]:
-    """Return a tensor's dtype and number of dimensions, or the type of any other value. Modes are numbers."""
+    """Return a tensor's dtype and number of dimensions. For any other value, return its type. Modes are numbers."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.ndim
     return str(int(value) if isinstance(value, int) else value), 0

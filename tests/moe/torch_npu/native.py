@@ -1,4 +1,4 @@
-"""torch operators that counting, tables and commits launch on a device, in every pass or at every switch."""
+"""torch operators that token counting, table lookups and commits launch on a device, per pass or per switch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NATIVE = (
 
 
 class Launched(TorchDispatchMode):
-    """Records the names of the operators that run while it is active, except views.
+    """Records the names of operators that run while it is active, except for views.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Slow twin of annealing: published random numbers, and every change evaluated from scratch."""
+"""Slow twin of annealing: plain SplitMix64 random numbers, and every change evaluated from scratch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.solver.slow.local_search import Closest
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
-    """Return the best placement and the smallest margin of all choices."""
+    """Return the best placement, and the smallest margin by which any choice was made."""
     draws = Draws(seed)
     closest = Closest()
 
@@ -81,10 +81,11 @@ def is_legal(phy2log_RS, attempt):
 
 
 def load_margin(phy2log_RS, attempt, scaled_EN):
-    """Return the distance of the burdened ranks' new loads below the current load of ``rank`` in the episode.
+    """Return how far the new loads of the affected ranks stay below the current load of ``rank`` in the episode.
 
-    A swap burdens both ranks, so ``rank`` must get cooler. A transferred replica burdens its new rank and the ranks
-    that still hold the replaced expert. The relief of the copied expert's older replicas is not counted.
+    A swap affects both ranks, so ``rank`` itself must get cooler. A copied replica adds load to its new rank and to the
+    ranks that still hold the replaced expert. The load that it takes off the copied expert's older replicas is not
+    counted.
     """
     after_RS = after(phy2log_RS, attempt)
     share_RS = even_shares(phy2log_RS)
@@ -104,7 +105,7 @@ _WORD = 2**64 - 1
 
 
 def splitmix(state):
-    """Return the next state and its random number."""
+    """Return the generator's next state and its random number."""
     state = state + 0x9E3779B97F4A7C15 & _WORD
     mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD

@@ -1,4 +1,4 @@
-"""Slow twins of the replica counts and of the greedy placement over all episodes."""
+"""Slow twins of replica allotment and of greedy placement over all episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests.solver.slow.heat import risk_of
 
 
 def allot(replicas_E, heat_E, budget, ranks):
-    """Give each further replica to the expert with the hottest replicas, in exact arithmetic; ties go to the first."""
+    """Give each extra replica to the expert whose replicas are hottest, in exact arithmetic.
+
+    Ties go to the first expert.
+    """
     replicas_E = [int(replicas) for replicas in replicas_E]
     for unused in range(budget, 0, -1):
         open_E = [expert for expert, replicas in enumerate(replicas_E) if replicas < ranks]
@@ -32,7 +35,7 @@ def all_counts(experts, ranks, slots):
 
 
 def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
-    """Return each rank's experts in slot order, and the smallest margin of all choices."""
+    """Return each rank's experts in slot order, and the smallest margin by which any choice was made."""
     rows = [[] for _ in range(ranks)]
     margin = np.inf
     for expert in order_E:
@@ -49,7 +52,7 @@ def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
 
 
 def make_room(rows, expert, slots):
-    """Move a replica off a full rank without the expert to the first rank with a free slot; return the full rank."""
+    """Move a replica from a full rank that lacks the expert to the first rank with a free slot; return the former."""
     roomy = next(row for row in rows if len(row) < slots)
     for rank, row in enumerate(rows):
         if expert in row:
@@ -69,7 +72,7 @@ def _risk_with(row, expert, replicas_E, scaled_EN, share_N, z):
 
 
 def _lead(best, open_ranks, risks, rows):
-    """Return the risk difference between the second-best and the best rank. Empty ranks count as one."""
+    """Return the difference in risk between the second-best and the best rank. All empty ranks count as one rank."""
     rival_risks = [
         risk for r, risk in zip(open_ranks, risks, strict=True) if r != best and (rows[r] or rows[best])
     ]

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def fading(episodes, half_life):
-    """Return weights that halve for every ``half_life`` episodes of age and sum to 1."""
+    """Return weights that sum to 1 and halve with every ``half_life`` episodes of age."""
     weight_N = [
         1.0 if math.isinf(half_life) else 0.5 ** (age / half_life) for age in reversed(range(episodes))
     ]
@@ -33,7 +33,7 @@ def trimmed_mean(scaled_EN, share_N):
 
 
 def trimmed_heat(scaled_EN, share_N, ranks):
-    """Scale each expert's episodes to its trimmed mean, and each episode to a mean rank load of 1."""
+    """Scale each expert's episodes to the expert's trimmed mean, and each episode to a mean rank load of 1."""
     mean_E = scaled_EN @ share_N
     trimmed_E = trimmed_mean(scaled_EN, share_N)
     trimmed_EN = np.zeros_like(scaled_EN)
@@ -46,15 +46,15 @@ def trimmed_heat(scaled_EN, share_N, ranks):
 
 
 def squared_errors(older, newer, half_lives):
-    """Return the squared error of each half-life's forecast; ``older`` and ``newer`` are heat and weights of a half."""
+    """Return each half-life's squared forecast error. ``older`` and ``newer`` are each half's heat and weights."""
     newer_E = newer[0] @ newer[1]
     return [((faded_mean(*older, half_life) - newer_E) ** 2).sum() for half_life in half_lives]
 
 
 def recommended(now, costs, min_gain):
-    """Return the last action that is cheaper than the best before it by ``min_gain``; -1 for none.
+    """Return the last action that is cheaper by ``min_gain`` than the best action before it, or -1 if there is none.
 
-    ``costs`` are in the order of the actions.
+    ``costs`` are in action order.
     """
     best = now
     chosen = -1

@@ -29,7 +29,7 @@ def demand_of(scaled_EN, share_N):
 
 
 def risk_of(series_N, share_N, z):
-    """Return mean + z*std of one load over the episodes."""
+    """Return mean + z*std of one rank's load over the episodes."""
     mean = sum(share_N * series_N)
     return mean + z * np.sqrt(sum(share_N * (series_N - mean) ** 2))
 
@@ -78,7 +78,7 @@ def loads_of_ranks(heat_NLE, phy2log_LRS, share_LP):
 
 
 def volatility(heat_NLE, replicas_LE):
-    """Return half the mean square of each expert's jumps between episodes, per replica, summed over a layer."""
+    """Return half the mean squared jump of each expert's heat between episodes, per replica, summed over a layer."""
     variance_L = []
     for layer in range(heat_NLE.shape[1]):
         parts_NE = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
@@ -88,7 +88,7 @@ def volatility(heat_NLE, replicas_LE):
 
 
 def hottest(load_RN):
-    """Return each episode's three hottest ranks and their loads, clipped at 0; missing ranks are ``R`` with load 0."""
+    """Return each episode's three hottest ranks and their loads, clipped at 0. Missing ranks are ``R``, with load 0."""
     ranks, episodes = load_RN.shape
     padded_RN = np.vstack([np.maximum(load_RN, 0), np.zeros((1, episodes))])
     rank_KN = np.argsort(-load_RN, axis=0, kind="stable")[:3]

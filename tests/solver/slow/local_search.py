@@ -1,4 +1,4 @@
-"""Slow twin of the local search, which evaluates every legal swap and exchange from scratch and applies the best."""
+"""Slow twin of local search that evaluates every legal swap and exchange from scratch and applies the best one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.solver.slow.heat import even_shares, rank_risks
 
 
 def scale_of(risk_R):
-    """Return the base and span of the pressures at these risks."""
+    """Return the base and span of the pressures for these risks."""
     mean = risk_R.mean()
     peak = risk_R.max()
     base = mean - 12 * (peak - mean)
@@ -31,7 +31,7 @@ def slots_away(phy2log_RS, home_ER):
 
 
 def legal_swaps(phy2log_RS, hot):
-    """Yield the legal swaps of rank ``hot`` as (slot, second rank, slot of the second rank)."""
+    """Yield the legal swaps for rank ``hot`` as (slot, second rank, second rank's slot)."""
     for slot, outgoing in enumerate(phy2log_RS[hot]):
         for rank, row in enumerate(phy2log_RS):
             if rank == hot or outgoing in row:
@@ -42,7 +42,7 @@ def legal_swaps(phy2log_RS, hot):
 
 
 def legal_exchanges(phy2log_RS, hot):
-    """Yield the spare replicas that may become a replica of an expert of ``hot``, under the rules for swaps."""
+    """Yield the spare replicas that may become replicas of an expert on ``hot``, under the rules for swaps."""
     for slot, gainer in enumerate(phy2log_RS[hot]):
         for rank, row in enumerate(phy2log_RS):
             if gainer in row:
@@ -53,7 +53,7 @@ def legal_exchanges(phy2log_RS, hot):
 
 
 def swapped(phy2log_RS, share_RS, hot, step):
-    """Return placement and shares after a swap; each share moves with its replica."""
+    """Return the placement and shares after a swap. Each share moves with its replica."""
     slot, rank, rank_slot = step
     phy2log_RS = phy2log_RS.copy()
     share_RS = share_RS.copy()
@@ -63,7 +63,7 @@ def swapped(phy2log_RS, share_RS, hot, step):
 
 
 def exchanged(phy2log_RS, hot, step):
-    """Return placement and shares after an exchange; both experts are then split evenly."""
+    """Return the placement and shares after an exchange. Both experts are then split evenly."""
     slot, rank, rank_slot = step
     phy2log_RS = phy2log_RS.copy()
     phy2log_RS[rank, rank_slot] = phy2log_RS[hot, slot]
@@ -71,7 +71,7 @@ def exchanged(phy2log_RS, hot, step):
 
 
 def gains(placed, scaled_EN, share_N, z, steps):
-    """Return the pressure relief of each step; ``steps`` maps a step to the placement and shares after it."""
+    """Return the pressure relief from each step. ``steps`` maps a step to the placement and shares after it."""
     risk_R = rank_risks(*placed, scaled_EN, share_N, z)
     base, span = scale_of(risk_R)
     before = pressure_of(risk_R, base, span)
@@ -87,9 +87,9 @@ def swap_gains(phy2log_RS, share_RS, hot, scaled_EN, share_N, z):
 
 
 def exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z, relief_over=-np.inf):
-    """Return the gains of the exchanges whose first expert would relieve more than ``relief_over``.
+    """Return the gains of exchanges whose first expert would relieve the hot rank by more than ``relief_over``.
 
-    This relief assumes one more replica of the expert and no load on its new rank.
+    This relief assumes one more replica of the expert, and ignores the load that it adds to its new rank.
     """
     share_RS = even_shares(phy2log_RS)
     thinner = {}
@@ -106,7 +106,7 @@ def exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z, relief_over=-np.inf):
 
 
 class Closest:
-    """The smallest margin of all choices so far."""
+    """The smallest margin by which any choice was made so far."""
 
     def __init__(self) -> None:
         self.margin = np.inf
@@ -124,7 +124,7 @@ class Closest:
 
 
 def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, most_steps):
-    """Return the cheapest placement for each price, and the smallest margin of all choices."""
+    """Return the cheapest placement for each price, and the smallest margin by which any choice was made."""
     closest = Closest()
     frugal = max(price_K) > 0
     peak = smooth_peak(rank_risks(phy2log_RS, even_shares(phy2log_RS), scaled_EN, share_N, z))
@@ -160,7 +160,7 @@ def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, most_steps):
 
 
 def swapped_through_tables(phy2log_RS, share_RS, scaled_EN, share_N, z, most_steps):
-    """Return the slot numbers after the best swaps, where shares follow slots, and the smallest margin."""
+    """Return the slot numbers after the best swaps, in which shares follow slots, and the smallest margin."""
     closest = Closest()
     slot_RS = np.arange(phy2log_RS.size).reshape(phy2log_RS.shape)
     expert_P = phy2log_RS.ravel()

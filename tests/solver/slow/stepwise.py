@@ -1,4 +1,4 @@
-"""The optimal split of a step: as a linear program, and as the maximum over all sets of ranks."""
+"""The optimal split of a step, computed as a linear program and as the maximum over all sets of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 
 
 def optimum(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
-    """Return the lowest possible load of the hottest rank, solved by HiGHS."""
+    """Return the lowest possible load of the hottest rank, as computed by HiGHS."""
     ranks, slots = phy2log_RS.shape
     expert_P = phy2log_RS.ravel()
     of_expert_EP = (expert_P[None] == np.arange(len(heat_E))[:, None]).astype(float)
@@ -27,7 +27,7 @@ def optimum(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
 
 
 def bound_of(phy2log_RS: np.ndarray, heat_E: np.ndarray, inside_R: np.ndarray) -> float:
-    """Return a lower bound for every split: a set's mean load from experts without a replica outside the set."""
+    """Return a lower bound on the peak load: a set's mean load from experts that have no replica outside the set."""
     outside = set(phy2log_RS[~inside_R].ravel().tolist())
     held = [heat_E[e] for e in range(len(heat_E)) if e not in outside]
     return float(sum(held)) / int(inside_R.sum())

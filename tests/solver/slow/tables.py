@@ -15,7 +15,7 @@ def holders_of(phy2log_RS, expert):
 
 
 def fixed_rule(phy2log_RS, sources, experts, width=1):
-    """Return the tables of the fixed rule; each group of ``width`` sources is one dealing table."""
+    """Return the fixed rule's tables. Each group of ``width`` sources is one dealing table."""
     table_GE = np.zeros((sources, experts), dtype=int)
     for e in range(experts):
         holders = holders_of(phy2log_RS, e)
@@ -40,7 +40,7 @@ def largest_first(share_G):
 
 
 def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
-    """Assign the shares of each expert, largest first, to the coolest rank; silent shares follow the fixed rule."""
+    """Assign each expert's shares, largest first, to the coolest rank. Shares without tokens follow the fixed rule."""
     sources, experts = share_GE.shape
     slots = phy2log_RS.shape[1]
     table_GE = fixed_rule(phy2log_RS, sources, experts)
@@ -72,7 +72,7 @@ def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
 
 
 def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
-    """Move the share off the hottest rank that leaves both ranks coolest, while both end up cooler than it was."""
+    """Repeatedly make the best move of a share off the hottest rank, as long as it lowers the higher of both risks."""
     slots = phy2log_RS.shape[1]
     table_GE = table_GE.copy()
     margin = np.inf
@@ -101,6 +101,6 @@ def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
 
 
 def _gap(values):
-    """Return the difference between the two smallest values."""
+    """Return the gap between the two smallest values."""
     first, *rest = sorted(values)
     return rest[0] - first if rest else np.inf

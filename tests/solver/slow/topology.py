@@ -1,4 +1,4 @@
-"""Slow twins of topology: matching of ranks, choice of senders, and redirections to the home node."""
+"""Slow twins of the topology functions: rank matching, choice of senders, and redirections to the home node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def overlaps(phy2log_RS, deployed_RS):
 
 
 def match_ranks(phy2log_RS, deployed_RS, nodes_R):
-    """Match by largest overlap with the rank, then with its node, then by lowest row, then by lowest rank."""
+    """Match rows to ranks by largest overlap with the rank, then with its node, then lowest row, then lowest rank."""
     shared_RR = overlaps(phy2log_RS, deployed_RS)
     ranks = range(len(phy2log_RS))
     nodes_RX = [np.unique(deployed_RS[nodes_R == nodes_R[rank]]) for rank in ranks]
@@ -29,7 +29,7 @@ def match_ranks(phy2log_RS, deployed_RS, nodes_R):
 
 
 def keep_slots(phy2log_RS, deployed_RS):
-    """Keep the slots of experts that stay and fill the free slots with new experts in order."""
+    """Keep experts that stay in their slots, and fill the free slots with the new experts in order."""
     kept = []
     moves = 0
     for row, was in zip(phy2log_RS.tolist(), deployed_RS.tolist(), strict=True):
@@ -40,7 +40,7 @@ def keep_slots(phy2log_RS, deployed_RS):
 
 
 def choose_senders(deployed_RS, phy2log_RS, nodes_R):
-    """Choose the holder that is nearest, then least busy, then lowest, for each move."""
+    """For each move, choose the holder that is nearest, then least busy, then lowest."""
     sent = [0] * len(deployed_RS)
     moves = []
     for (r, s), expert in np.ndenumerate(phy2log_RS):
@@ -54,7 +54,7 @@ def choose_senders(deployed_RS, phy2log_RS, nodes_R):
 
 
 def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
-    """Return the fraction of tokens that leave their source's node; a source on several nodes never counts."""
+    """Return the fraction of tokens that leave their source's node. Sources on several nodes never count."""
     leaving = total = 0.0
     for (g, e), slot in np.ndenumerate(log2phy_GE):
         tokens = float(share_GE[g, e]) * float(mean_E[e])
@@ -65,9 +65,10 @@ def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
 
 
 def redirections(phy2log_RS, log2phy_GE, source, expert, node_G, node_R):
-    """Yield ``(slot, partner)`` and the tables of every redirection of a share to its home node.
+    """Yield ``(slot, partner)`` and the new tables for every redirection of a share to its home node.
 
-    The share moves by itself (partner -1) or is exchanged for the share of a source that is not at home there.
+    The share either moves alone (partner -1) or is exchanged for the share of a source that is not at home on that
+    node.
     """
     slots = phy2log_RS.shape[1]
     for target in holders_of(phy2log_RS, expert):

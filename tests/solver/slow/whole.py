@@ -6,7 +6,10 @@ import numpy as np
 
 
 def draw(heat_E, expert_P, share_P, generator, table_RED=None, source_RE=None):
-    """Draw the slot of each token and return the counts, int64 ``[P]``; with dealing tables, draw its source first."""
+    """Draw each token's slot and return the counts, int64 ``[P]``.
+
+    With dealing tables, draw the token's source first.
+    """
     tokens_P = np.zeros(len(expert_P), dtype=np.int64)
     for expert, tokens in enumerate(heat_E):
         if table_RED is None:

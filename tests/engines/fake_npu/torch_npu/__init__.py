@@ -1,7 +1,7 @@
-"""A fake torch_npu, sufficient to import vLLM-Ascend and run its MoE layers on CPU, for tests only.
+"""A fake torch_npu for tests only, sufficient to import vLLM-Ascend and run its MoE layers on CPU.
 
 Devices named ``npu`` become the CPU, streams and events do nothing, and operators are this project's reference
-operators, which have the semantics of CANN's. Names that MoE layers only import but never call are stand-ins.
+operators, which have the same semantics as CANN's. Names that MoE layers only import but never call are stand-ins.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NEUTRAL = {
     "npu_moe_token_unpermute": ("restore_shape",),
     "npu_dynamic_quant": ("dst_type",),
 }
-"""Arguments by operator that vLLM-Ascend passes but the reference operators do not have.
+"""For each operator, arguments that vLLM-Ascend passes but the reference operator does not have.
 
 Any other unknown argument is an error.
 """
 SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
-"""Those arguments that may have a value, because the reference operators always behave that way."""
+"""The arguments among these that may have a value, because the reference operators always behave that way."""
 
 
 class Unused(StandIn):
-    """A name that is at most called or inherited from while modules are imported."""
+    """A name that is only called or subclassed while modules are imported, if at all."""
 
     def __call__(self, *_arguments, **_named):
         return Unused(f"{self._name}()")
@@ -116,7 +116,7 @@ def _operator(name):
 
 
 class TorchOfTokenDispatcher:
-    """``torch`` for a module that uses ``torch.device("npu")`` and counts integers with ``histc``."""
+    """Replacement for ``torch`` in a module that uses ``torch.device("npu")`` and counts integers with ``histc``."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
