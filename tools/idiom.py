@@ -76,21 +76,15 @@ DOCS_TARGETS = (4, 3, 1)
 """Highest rates of a room, in the order of ``GAUGES``."""
 
 CEILINGS: dict[str, tuple[int, int, int]] = {
-    "eplb_core/solver": (4, 3, 2),
-    "examples": (4, 6, 1),
-    "tests/agent": (6, 5, 1),
-    "tests/attacks": (8, 8, 2),
-    "tests/benchmarks": (6, 4, 13),
-    "tests/demo": (6, 4, 1),
-    "tests/doctor": (6, 4, 2),
-    "tests/e2e": (6, 15, 3),
-    "tests/engines": (6, 11, 3),
-    "tests/faults": (6, 16, 4),
-    "tests/fuzz": (6, 4, 1),
-    "tests/model": (6, 4, 3),
-    "tests/moe": (6, 17, 5),
-    "tests/simulation": (6, 29, 5),
-    "tests/swap": (6, 4, 1),
+    "tests/attacks": (6, 3, 2),
+    "tests/benchmarks": (6, 3, 11),
+    "tests/doctor": (6, 3, 2),
+    "tests/e2e": (6, 3, 3),
+    "tests/engines": (6, 3, 3),
+    "tests/faults": (6, 3, 4),
+    "tests/model": (6, 3, 3),
+    "tests/moe": (6, 3, 5),
+    "tests/simulation": (6, 6, 5),
 }
 """Present rates of the rooms that do not meet the targets yet. Lower or remove an entry after rewriting its room."""
 

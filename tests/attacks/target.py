@@ -80,7 +80,7 @@ class Target:
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
     async def status_of_silent_stream(self, token: str = "") -> grpc.StatusCode:
-        """Return the status with which a stream that sends nothing is rejected.
+        """Return the status that rejects a stream that sends nothing.
 
         Tests must not read from such a stream, because a read would block forever.
         """
@@ -88,7 +88,7 @@ class Target:
         return code
 
     async def refusal(self, hello: Any, token: str = "", number: int = 0) -> grpc.StatusCode:
-        """Return the status with which a Hello is rejected."""
+        """Return the status that rejects a Hello."""
         rank = self.rank(number, token)
         await rank.say(hello=hello)
         code, _ = await rank.refusal()
@@ -98,7 +98,7 @@ class Target:
     async def honest(self, **changes: Any) -> AsyncIterator[FakeGroup]:
         """Run a group of honest ranks; on exit, check that its heat still arrives."""
         async with FakeGroup(self.service.address) as group:
-            # Use a new group id, so that this group's step numbers do not continue those of earlier groups.
+            # Use a new group id, so that this group's step numbers do not continue earlier groups' numbers.
             await group.join(**{"group_id": f"honest-{next(_FORMINGS)}", **changes})
             yield group
             name = changes.get("deployment", "decode")

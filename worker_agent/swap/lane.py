@@ -357,7 +357,7 @@ class _NcclGroup:
 
 @contextlib.contextmanager
 def _nccl_errors_do_not_end_the_process() -> Iterator[None]:
-    """Return a context for creating an NCCL group in which a peer's errors do not end the process.
+    """Return a context for creating an NCCL group that survives a peer's errors.
 
     torch reads the relevant environment variables only during construction. They are restored on exit.
     """

@@ -45,7 +45,7 @@ class LinkGuard:
     Parameters
     ----------
     hosts
-        Callable that returns the addresses from which members of the formation have sent messages.
+        Callable that returns the source addresses of messages from members of the formation.
     """
 
     def __init__(self, hosts: Callable[[], Iterable[str]]) -> None:

@@ -289,7 +289,7 @@ class SwitchState:
     installed
         Current layout of this rank.
     offer_deadline_steps
-        Maximum number of steps for which a plan may stay OFFERED, in case some rank never receives it.
+        Maximum number of steps that a plan may stay OFFERED, in case some rank never receives it.
     staging_rows
         Number of experts that fit in staging, the same on all ranks. In a part with several layers, no rank receives or
         sends more experts than this.

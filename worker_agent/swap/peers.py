@@ -69,7 +69,7 @@ class Peers:
     others : frozenset of int
         All other ranks; set by ``open``.
     hosts : set of str
-        Addresses from which members of the formation have sent questions.
+        Source addresses of questions from members of the formation.
     vote_link_ended : callable
         Callable that returns True if the ranks' last vote link is closed. Until then, no peer counts as gone.
     """

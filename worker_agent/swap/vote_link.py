@@ -57,7 +57,7 @@ class Reduction:
     kind
         Purpose of the collective.
     number
-        Number of the vote to which the collective belongs.
+        Number of the collective's vote.
     values
         This rank's integers, at most ``BALLOT_WIDTH``.
     """
@@ -132,7 +132,7 @@ class VoteLink:
         kind
             Purpose of the collective.
         number
-            Number of the vote to which the collective belongs.
+            Number of the collective's vote.
         values
             This rank's integers, at most ``BALLOT_WIDTH``.
         """
