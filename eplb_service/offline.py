@@ -23,16 +23,16 @@ from eplb_core.placement import (
     repaired,
     with_entries,
 )
-from eplb_core.planner.dealing import first_tables
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.dealing import default_tables
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.policies import (
     PolicyError,
     PolicyFunction,
-    answer_of,
     external_policy,
     name_of,
     options_of,
+    run_external_policy,
 )
 from eplb_core.planner.request import with_options
 from eplb_core.planner.score import par_of_steps, split_steps
@@ -265,9 +265,9 @@ def solve_window(
     elif log2phy is not None:
         raise PlacementError("log2phy was given without the placement that it belongs to; give both")
     else:
-        start = _Start(linear, first_tables(linear, settings.split, settings.deal_width))
+        start = _Start(linear, default_tables(linear, settings.split, settings.deal_width))
         if prior is not None:
-            prior_plan = plan_afresh(_prior_window(window, prior), linear, topology, settings, search)
+            prior_plan = plan_from_scratch(_prior_window(window, prior), linear, topology, settings, search)
             start = _Start(*apply_layers(start.placement, start.tables_RLE, prior_plan.changes()))
     if function is not None:
         return _external_solution(name_of(policy), function, window, start, settings, topology)
@@ -276,7 +276,7 @@ def solve_window(
     elif prior is not None:
         decision = plan(window, start.placement, start.tables_RLE, topology, settings)
     else:
-        decision = plan_afresh(window, linear, topology, settings, search, hold_out=True)
+        decision = plan_from_scratch(window, linear, topology, settings, search, hold_out=True)
     return _solution(window, start, decision, settings, topology)
 
 
@@ -321,7 +321,7 @@ class _Start:
                 f"{input_LRS.shape[1]}"
             )
         valid = repaired(input_LRS, linear.experts, linear.slots, window.heat_TLE.sum(axis=0))
-        tables_RLE = first_tables(valid, settings.split, settings.deal_width)
+        tables_RLE = default_tables(valid, settings.split, settings.deal_width)
         input_tables = None if log2phy is None else np.asarray(log2phy)
         if input_tables is not None and input_tables.dtype.kind not in "iu":
             raise PlacementError(f"log2phy must be an array of integers, got {input_tables.dtype}")
@@ -329,7 +329,7 @@ class _Start:
             return cls(valid, tables_RLE if input_tables is None else input_tables.astype(np.int32))
         foreign = as_served(input_LRS, linear.experts)
         if input_tables is None:
-            foreign_RLE = first_tables(foreign, settings.split, settings.deal_width)
+            foreign_RLE = default_tables(foreign, settings.split, settings.deal_width)
             return cls(valid, tables_RLE, input_LRS, foreign, foreign_RLE)
         foreign_RLE = input_tables.astype(np.int32)
         for layer, input_RS in enumerate(input_LRS):
@@ -373,9 +373,9 @@ def _external_solution(
     topology: Topology,
 ) -> Solution:
     """Call an external policy, and return its placement as a solution."""
-    placement, log2phy_RLE = answer_of(name, function, window, start.placement)
+    placement, log2phy_RLE = run_external_policy(name, function, window, start.placement)
     if log2phy_RLE is None:
-        log2phy_RLE = first_tables(placement, settings.split, settings.deal_width)
+        log2phy_RLE = default_tables(placement, settings.split, settings.deal_width)
     # The ``none`` policy changes nothing, so its verdicts contain the figures of the current layout.
     unchanged = plan(window, start.placement, start.tables_RLE, topology, replace(settings, policy="none"))
     if log2phy_RLE.shape != start.tables_RLE.shape:

@@ -230,10 +230,14 @@ class Agent:
         return None if self._fatal is None else str(self._fatal)
 
     @property
-    def unheard(self) -> str | None:
+    def votes_lost(self) -> str | None:
         """Reason why the ranks are not voting at the moment, or ``None``. Voting resumes without intervention."""
-        unheard = self._switch.state.unheard
-        return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
+        votes_lost = self._switch.state.votes_lost
+        return (
+            None
+            if votes_lost is None
+            else "; ".join(filter(None, (votes_lost, self._switch.votes.complaint)))
+        )
 
     @property
     def connected(self) -> bool:
@@ -333,7 +337,7 @@ class Agent:
         if differing.size:
             raise RestoreError(
                 f"the experts of {differing.size} layers could not be restored: "
-                f"{self.halted or self.unheard or 'the ranks dropped the plan'}"
+                f"{self.halted or self.votes_lost or 'the ranks dropped the plan'}"
             )
 
     @_contained()
@@ -389,7 +393,7 @@ class Agent:
         welcome = self._stream.welcome
         if welcome is not None:
             self._adopt(welcome.report_steps, self._stream.reporting)
-            self._switch.see_term(welcome.leader_term)
+            self._switch.record_term(welcome.leader_term)
         self._heat.step_done(
             self._step - 1, phase, self.installed.layer_epochs, tokens, micros, self._clock.base
         )
@@ -413,7 +417,7 @@ class Agent:
         orders = []
         while not self._stream.plans.empty():
             orders.append(self._stream.plans.get_nowait())
-        self._switch.take_events(self._step, orders)
+        self._switch.process_events(self._step, orders)
 
     def _beat(self) -> Heartbeat:
         installed = self.installed
@@ -423,7 +427,7 @@ class Agent:
             digest=installed.digest,
             error=self.halted
             or self._clock.complaint
-            or self.unheard
+            or self.votes_lost
             or self._switch.complaint
             or self._heat.complaint
             or "",
@@ -450,7 +454,7 @@ class Agent:
         if fatal is not None:
             self._halt(fatal)
             raise fatal
-        if self.unheard is None:
+        if self.votes_lost is None:
             _log.error(
                 "rank %d: the agent failed; the model keeps serving", self.identity.rank, exc_info=error
             )

@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
     return "" if name is None else str(name(device))
 
 
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate host memory that ``device`` can copy into without blocking its stream."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from worker_agent.device import Mark, host_empty, host_view
+from worker_agent.device import Mark, empty_on_host, host_view
 from worker_agent.live_layer import LiveLayer
 from worker_agent.runtime import REAL, Runtime
 
@@ -58,7 +58,7 @@ class ForwardClock:
         self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
         self._idle: deque[tuple[torch.Tensor, Mark]] = deque()
         if self._host_counter is None:
-            copies = host_empty((_MAX_COPIES,), torch.int64, self._device)
+            copies = empty_on_host((_MAX_COPIES,), torch.int64, self._device)
             self._idle.extend((copy, Mark(self._device)) for copy in copies.unbind())
         self._offset = 0
         self._highest = 0

@@ -17,7 +17,7 @@ import torch
 from eplb_core.heat.phase import StepPhase
 from eplb_core.wire.agent import EVERYTHING, Reporting
 from eplb_core.wire.heat import HeatReport
-from worker_agent.device import Mark, host_empty, host_view
+from worker_agent.device import Mark, empty_on_host, host_view
 from worker_agent.live_layer import LiveLayer
 
 _MAX_TOKENS = 1 << 32
@@ -285,7 +285,7 @@ class HeatRecorder:
         """Return a host copy of ``counts``. On a device, the copy may still be pending."""
         if counts.device.type == "cpu":
             return counts
-        host_counts = host_empty(tuple(counts.shape), counts.dtype, self._device)
+        host_counts = empty_on_host(tuple(counts.shape), counts.dtype, self._device)
         return host_counts.copy_(counts, non_blocking=True)
 
 

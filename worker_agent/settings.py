@@ -196,7 +196,7 @@ class AgentSettings(BaseSettings):
         return {name: getattr(self, name) for name in names}
 
 
-def misspelt(variables: Iterable[str]) -> list[str]:
+def misspelt_settings(variables: Iterable[str]) -> list[str]:
     """Return a complaint about each environment variable that looks like a setting but is not one.
 
     Parameters

@@ -8,7 +8,7 @@ import numpy as np
 
 from eplb_core.placement import Float64
 from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import promise_of
+from eplb_core.planner.plan import promise_of_steps
 
 _WINDOW_STEPS = 64
 _SEGMENT_STEPS = 1000
@@ -66,7 +66,7 @@ def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: 
 
 
 def _promised_pace(par_TL: Float64) -> Pace:
-    promise = promise_of(par_TL[:_WINDOW_STEPS], held_out=True)
+    promise = promise_of_steps(par_TL[:_WINDOW_STEPS], held_out=True)
     return Pace(first=0, memory=_WINDOW_STEPS, longest=_WINDOW_STEPS, due_at=1 << 40).serving(promise)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Int32, Placement, mean_par
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.plan import Layout
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -80,7 +80,7 @@ def _kept(scenario: Scenario, warm: bool) -> Kept:
             decision = plan(window, current.placement, current.log2phy_RLE, topology, settings)
             current = current.changed_by(decision)
         else:
-            decision = plan_afresh(window, linear, topology, settings, hold_out=True)
+            decision = plan_from_scratch(window, linear, topology, settings, hold_out=True)
             current = first.changed_by(decision)
         realised = realised_par(scenario.served(number), scenario.slots, current.log2phy_RLE)
         rows.append((decision.par_seen, decision.par_planned, float(mean_par(realised)), decision.moves))

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
@@ -231,7 +231,7 @@ def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
 
 async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     requests: asyncio.Queue[str] = asyncio.Queue()
-    async with running_service(load_settings(flags, environment={})) as service:
+    async with run_service(load_settings(flags, environment={})) as service:
         await service.warm
         # A service also does this once it is warm. It blocks the loop once, before any rank has joined.
         gc.collect()

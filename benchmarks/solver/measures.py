@@ -22,7 +22,7 @@ from benchmarks.solver.heats import (
 )
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.plan import Layout
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -162,7 +162,7 @@ def _followed(heat_TLE: Int32, decisions: int) -> tuple[list[float], list[float]
             window, current.placement, current.log2phy_RLE, topology, settings, scenarios=scenarios
         )
         decided = time.process_time()
-        plan_afresh(window, current.placement, topology, settings)
+        plan_from_scratch(window, current.placement, topology, settings)
         warm.append(decided - began)
         afresh.append(time.process_time() - decided)
         current = current.changed_by(decision)

@@ -255,7 +255,7 @@ def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
     write_atomically(path, FILE.dump_json(content, by_alias=True, indent=2) + b"\n")
 
 
-def plain_curve(curve: CostCurve) -> dict[str, Any]:
+def curve_document(curve: CostCurve) -> dict[str, Any]:
     """Return a curve as a dictionary with the keys of the file format."""
     from eplb_core.cost.curve_schema import CURVE
 

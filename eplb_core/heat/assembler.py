@@ -402,7 +402,7 @@ class PendingSteps:
 
 
 @dataclass(frozen=True)
-class RememberedHeat:
+class HeatSnapshot:
     """Snapshot of the window's heat. It is cheap to create; ``arrays`` does the work and can run on a different thread.
 
     Parameters
@@ -434,8 +434,8 @@ class RememberedHeat:
 class HeatAssembler:
     """Sliding window of one deployment's heat.
 
-    A step enters the window when ``put_together`` processes it. A long report can complete many steps at once, so they
-    can be processed in batches.
+    A step enters the window when ``assemble_steps`` processes it. A long report can complete many steps at once, so
+    they can be processed in batches.
 
     Parameters
     ----------
@@ -478,7 +478,7 @@ class HeatAssembler:
         phase: HeatPhase = "all",
     ) -> None:
         self.assembled = 0
-        self.passed_over = 0
+        self.other_phase_steps = 0
         self.misrouted_steps = 0
         self.misrouted: tuple[int, int, int] | None = None
         self._misrouted_epochs: tuple[int, ...] = ()
@@ -520,7 +520,7 @@ class HeatAssembler:
         A report with an unknown epoch is ignored, so its steps will count as lost. Steps that were already complete
         enter the window first, which bounds the memory.
         """
-        self.put_together()
+        self.assemble_steps()
         if not self.placements.knows(report.layer_epochs):
             return StepCounts(0, 0)
         before = self.counted
@@ -530,13 +530,13 @@ class HeatAssembler:
         for step in self.pending.add(rank, report, targets_LED):
             if self._phase in ("all", "prefill" if step.prefills else "decode"):
                 self._completed.append(step)
-                self.passed_over = 0
+                self.other_phase_steps = 0
             else:
-                self.passed_over += 1
+                self.other_phase_steps += 1
         self._sources.add(rank, report, self._phase)
         return StepCounts(self.pending.completed - before.received, self.pending.lost - before.lost)
 
-    def put_together(self, most: int | None = None) -> None:
+    def assemble_steps(self, most: int | None = None) -> None:
         """Move completed steps into the window, oldest first; ``most`` is the maximum number of steps to move."""
         for _ in range(len(self._completed) if most is None else min(most, len(self._completed))):
             step = self._completed.popleft()
@@ -545,10 +545,10 @@ class HeatAssembler:
             if cells_LRS is not None:
                 self._append(step, *step.heat_and_loads(cells_LRS, self._shape.experts))
 
-    def remembered(self) -> RememberedHeat:
+    def remembered(self) -> HeatSnapshot:
         """Return a snapshot of the window's heat."""
         shape = self._shape.layers, self._shape.experts
-        return RememberedHeat(tuple(self._heat), shape, self._sources.by_rank())
+        return HeatSnapshot(tuple(self._heat), shape, self._sources.by_rank())
 
     def step_times(self, layer_epochs: Sequence[int]) -> StepTimes:
         """Return the times of the window's steps; NaN for steps before the latest switch.

@@ -20,7 +20,7 @@ from eplb_core.heat.window import Window
 from eplb_core.placement import Float64, mean_par
 from eplb_core.planner.measured_gain import MIN_SWITCHES, MeasuredPrice, measured_price
 from eplb_core.planner.plan import Layout
-from eplb_core.planner.score import Gain, gain_of, par_by_step, split_steps, split_us
+from eplb_core.planner.score import Gain, gain_of, par_by_step, slowest_rank_us, split_steps
 from eplb_core.planner.settings import STEP, PlannerSettings
 from eplb_core.planner.token_split import split_shares
 from eplb_core.planner.verdicts import COSTS, HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, TIME_PRICES, Worth
@@ -334,7 +334,7 @@ def _mean_of_layers(par_TL: Float64) -> float:
 
 def _us_of_steps(window: Window, layout: Layout, settings: PlannerSettings, curve: CostCurve) -> Float64:
     """Return the time of each layer's slowest rank in each step, in microseconds, float64 ``[T, L]``."""
-    return split_us(
+    return slowest_rank_us(
         window.heat_TLE, layout.placement, layout.log2phy_RLE, window.source_RLE, settings.split, curve
     )
 

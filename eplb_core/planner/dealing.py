@@ -64,7 +64,7 @@ def host_tables(log2phy_RE: Int32, phy2log_RS: Int32, width: int, split: str, fi
     return as_host_deals(log2phy_RE, width)
 
 
-def first_tables(placement: Placement, split: str, deal_width: int) -> Int32:
+def default_tables(placement: Placement, split: str, deal_width: int) -> Int32:
     """Return the default tables for a placement, int32 ``[R, L, E]``, or ``[R, L, E, D]`` for a host that deals."""
     return placement.default_log2phy(deal_width if split == DEAL else 1)
 

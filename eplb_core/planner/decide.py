@@ -24,8 +24,8 @@ from eplb_core.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_core.heat.window import Window
 from eplb_core.placement import Float64, Int32, Placement
 from eplb_core.planner import layer_verdicts
-from eplb_core.planner.dealing import first_tables
-from eplb_core.planner.holdout import HeldOut
+from eplb_core.planner.dealing import default_tables
+from eplb_core.planner.holdout import HoldOutResult
 from eplb_core.planner.layer_change import layer_outcome
 from eplb_core.planner.layer_figures import LayerFigures, measure_layers
 from eplb_core.planner.plan import LayerPlan, Plan
@@ -125,13 +125,13 @@ def plan(
     layer_P = _select_layers(figures)
     solved = solve_layers(request, layer_P, figures.floor_L, groups, price.price)
     results = dict(zip(layer_P.tolist(), solved, strict=True))
-    holdouts: dict[int, HeldOut] = {}
+    holdouts: dict[int, HoldOutResult] = {}
     if hold_out and request.search.holdout:
         holdouts = hold_out_changes(figures, results, groups)
     return _plan_changes(figures, results, holdouts, price)
 
 
-def plan_afresh(
+def plan_from_scratch(
     window: Window,
     placement: Placement,
     topology: Topology,
@@ -151,7 +151,7 @@ def plan_afresh(
         True to correct the promise for the optimism of placements that are scored on the window they are fitted to.
     """
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None)
-    tables_RLE = first_tables(placement, settings.split, settings.deal_width)
+    tables_RLE = default_tables(placement, settings.split, settings.deal_width)
     search = replace(search or SearchOptions(), warm=False)
     return plan(window, placement, tables_RLE, topology, settings, search=search, hold_out=hold_out)
 
@@ -188,7 +188,7 @@ def _cherry_pick(par_L: Float64, bound_L: Float64, settings: PlannerSettings) ->
 def _plan_changes(
     figures: LayerFigures,
     results: Mapping[int, LayerResult | SolverError],
-    holdouts: Mapping[int, HeldOut],
+    holdouts: Mapping[int, HoldOutResult],
     price: MovePrice,
 ) -> Plan:
     """Return a plan with all changes that pay off, and a verdict on every layer.

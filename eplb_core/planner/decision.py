@@ -18,7 +18,7 @@ from eplb_core.planner.counterfactual import Served, TimePrice, priced, time_pri
 from eplb_core.planner.decide import plan
 from eplb_core.planner.forecast import Forecasts
 from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import Layout, Outlook, Plan, gain_over, promise_for, promise_of
+from eplb_core.planner.plan import Layout, Outlook, Plan, layout_gain, promise_of_plan, promise_of_steps
 from eplb_core.planner.session import DecisionSession
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -121,7 +121,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook]:
         inputs.search,
         session.recommendations if follows else (),
     )
-    promise, expected_TL = promise_for(new_plan)
+    promise, expected_TL = promise_of_plan(new_plan)
     outlook = replace(
         checked,
         promise=promise,
@@ -142,7 +142,7 @@ def check(inputs: DecisionInputs) -> Outlook:
     if scheduled is not None and pace is not None and pace is not scheduled and pace.alarm is not None:
         change_at = pace.changed_at if pace.changed_at > scheduled.changed_at else None
     return Outlook(
-        promise_of(np.zeros((0, inputs.layout.placement.layers)), held_out=False),
+        promise_of_steps(np.zeros((0, inputs.layout.placement.layers)), held_out=False),
         burst=pace is not scheduled and change_at is None,
         change_at=change_at,
         too_recent=pace is not None and pace.too_recent and change_at is not None,
@@ -197,7 +197,7 @@ def _forecasts(inputs: DecisionInputs, window: Window, expected_TL: Float64) -> 
     realised = None
     steps = min(previous.since(inputs.seen), inputs.window.steps)
     if steps:
-        realised = gain_over(inputs.newest(steps), initial, inputs.layout, split)
+        realised = layout_gain(inputs.newest(steps), initial, inputs.layout, split)
     initial_TL = initial.par_of_steps(window, split)
     return previous.next(initial_TL, expected_TL, inputs.serving_steps, inputs.seen, realised)
 
@@ -208,4 +208,6 @@ def _has_paid(inputs: DecisionInputs) -> bool | None:
     if session.pace is None or session.replaced_layout is None or session.replaced_at is None:
         return None
     steps = min(session.pace.seen - session.replaced_at, inputs.window.steps)
-    return gain_over(inputs.newest(steps), session.replaced_layout, inputs.layout, inputs.settings.split).paid
+    return layout_gain(
+        inputs.newest(steps), session.replaced_layout, inputs.layout, inputs.settings.split
+    ).paid

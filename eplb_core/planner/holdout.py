@@ -74,7 +74,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HoldOutResult:
     """Result of a candidate on the held-out half, compared with keeping the layer.
 
     Parameters
@@ -115,7 +115,7 @@ def held_out(
     source_R1E: Float64 | None,
     split: str,
     curve: CostCurve | None = None,
-) -> HeldOut:
+) -> HoldOutResult:
     """Evaluate one layer's candidate on the held-out half of a window.
 
     Parameters
@@ -159,10 +159,10 @@ def held_out(
         # count is Poisson distributed.
         tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / current[0].ranks
         error = float(np.sqrt(((current_T + candidate_T) / tokens_T).sum()) / gain_T.size)
-    return HeldOut(gain_T, error, 0.0 if math.isnan(gap) else gap)
+    return HoldOutResult(gain_T, error, 0.0 if math.isnan(gap) else gap)
 
 
-def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain: float) -> set[int]:
+def paying(results: Mapping[int, HoldOutResult], costs: Mapping[int, float], min_gain: float) -> set[int]:
     """Return the layers whose change pays off.
 
     A change pays off if its mean gain exceeds its cost plus ``min_gain`` by three standard errors. If this also holds
@@ -182,7 +182,7 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
     --------
     A single layer with a gain of 0.05 and a standard error of 0.02 is uncertain. Ten such layers together are not:
 
-    >>> result = HeldOut(gain_T=np.full(64, 0.05), error=0.02, gap=0.0)
+    >>> result = HoldOutResult(gain_T=np.full(64, 0.05), error=0.02, gap=0.0)
     >>> costs = {layer: 0.01 for layer in range(10)}
     >>> paying({0: result}, costs, min_gain=0.01)
     set()
@@ -202,7 +202,7 @@ def paying(results: Mapping[int, HeldOut], costs: Mapping[int, float], min_gain:
     }
 
 
-def _error_of_mean(results: Sequence[HeldOut]) -> float:
+def _error_of_mean(results: Sequence[HoldOutResult]) -> float:
     """Return the standard error of the mean gain over several layers, whose gains may be correlated within a step."""
     independent = math.sqrt(sum(result.error**2 for result in results)) / len(results)
     steps = min(result.gain_T.size for result in results)

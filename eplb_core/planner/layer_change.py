@@ -23,7 +23,7 @@ from eplb_core.planner.dealing import host_tables, tables_of_sources
 from eplb_core.planner.layer_figures import LayerFigures, centre_on_draws
 from eplb_core.planner.plan import LayerPlan
 from eplb_core.planner.request import SolveRequest
-from eplb_core.planner.score import drawn_par, par_by_step, split_steps, split_us
+from eplb_core.planner.score import drawn_par, par_by_step, slowest_rank_us, split_steps
 from eplb_core.planner.verdicts import LayerVerdict
 from eplb_core.solver.engine import OutOfTimeError, SolverError
 from eplb_core.solver.layer import LayerResult
@@ -71,12 +71,12 @@ def layer_outcome(figures: LayerFigures, layer: int, result: LayerResult | Solve
         if isinstance(result, SolverError):
             raise result
         # A solver bug must not affect the ranks.
-        check_layer(result.found.phy2log_RS, request.placement.experts)
-        check_log2phy(result.found.log2phy_GE, result.found.phy2log_RS)
+        check_layer(result.candidate.phy2log_RS, request.placement.experts)
+        check_log2phy(result.candidate.log2phy_GE, result.candidate.phy2log_RS)
     except (SolverError, PlacementError) as error:
         return kept(f"kept: the solver failed ({error})")
-    phy2log_RS = result.found.phy2log_RS
-    scored = _ScoredLayer(request, layer, result.found)
+    phy2log_RS = result.candidate.phy2log_RS
+    scored = _ScoredLayer(request, layer, result.candidate)
     par_T = scored.par_of_steps(has_few_tokens=bool(figures.small_batch_L[layer]))
     curve = request.settings.cost_curve
     us = None if curve is None else scored.slowest_us(curve)
@@ -159,7 +159,7 @@ class _ScoredLayer:
     def slowest_us(self, curve: CostCurve) -> float:
         """Return the mean time per step of the slowest rank, in microseconds."""
         heat_TLE = self._request.window.heat_TLE
-        return float(mean_par(split_us(heat_TLE, *self._layout, curve, layer_K=self._layer_1)))
+        return float(mean_par(slowest_rank_us(heat_TLE, *self._layout, curve, layer_K=self._layer_1)))
 
     def host_tables(self) -> Int32:
         """Return the tables with the number of entries that the host reads, ``[R, E]`` or ``[R, E, D]``."""

@@ -18,8 +18,8 @@ from eplb_core.planner.score import (
     noise_floor,
     par_by_step,
     sampling_floor,
+    slowest_rank_us,
     split_steps,
-    split_us,
     volatility_bound,
 )
 from eplb_core.planner.settings import STEP
@@ -106,7 +106,7 @@ def measure_layers(request: SolveRequest, move_price: float, why_ungrouped: str)
         bound_L = _episode_bound(request, served)
     us_L = np.full(window.layers, np.nan)
     if settings.cost_curve is not None:
-        us_L = mean_par(split_us(window.heat_TLE, *layout, settings.cost_curve), axis=0)
+        us_L = mean_par(slowest_rank_us(window.heat_TLE, *layout, settings.cost_curve), axis=0)
     return LayerFigures(
         request,
         move_price,

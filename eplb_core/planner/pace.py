@@ -15,7 +15,7 @@ import numpy.typing as npt
 from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64
 from eplb_core.planner.heat_changes import MIN_LOOKBACK, find_change, has_changed, stationary_steps
-from eplb_core.planner.plan import Promise, channels_of
+from eplb_core.planner.plan import Promise, append_mean
 
 _SETTLING_STEPS = MIN_LOOKBACK
 """Maximum age, in steps, at which a new segment is still settling. In a settling segment, decisions follow in quick
@@ -288,7 +288,7 @@ class Pace:
             The new state and the number of steps processed.
         """
         state = self
-        for processed, par_C in enumerate(channels_of(par_TL), start=1):
+        for processed, par_C in enumerate(append_mean(par_TL), start=1):
             state = replace(state, seen=state.seen + 1)
             # While a segment is settling, decisions are scheduled anyway and placements do not last, so there is no
             # point in learning from these steps.

@@ -10,7 +10,7 @@ import numpy as np
 from eplb_core.heat.window import Window
 from eplb_core.placement import Float64, Int32, Placement, apply_layers, mean_par
 from eplb_core.planner.forecast import NO_FORECASTS, Forecasts
-from eplb_core.planner.score import Gain, KnownSplit, gain_of, par_by_step, split_steps
+from eplb_core.planner.score import Gain, WindowSplit, gain_of, par_by_step, split_steps
 from eplb_core.planner.verdicts import LayerVerdict, MovePrice
 from eplb_core.solver.model import Recommendation
 from eplb_core.solver.window import inflation, inflation_error
@@ -146,7 +146,7 @@ class Promise:
     held_out: bool = True
 
 
-def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
+def promise_of_steps(par_TL: Float64, *, held_out: bool) -> Promise:
     """Return the promise for future steps, assuming that they resemble the steps of a window.
 
     Parameters
@@ -164,7 +164,7 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     >>> promise.mean_C.round(3), promise.variance_C.round(3)
     (array([1.15, 1.35, 1.25]), array([0.005, 0.005, 0.005]))
     """
-    par_TC = channels_of(par_TL)
+    par_TC = append_mean(par_TL)
     mean_C = mean_par(par_TC, axis=0)
     busy_TC = ~np.isnan(par_TC)
     centred_TC = np.where(busy_TC, par_TC - mean_C, 0.0)
@@ -177,7 +177,7 @@ def promise_of(par_TL: Float64, *, held_out: bool) -> Promise:
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
 
 
-def channels_of(par_TL: Float64) -> Float64:
+def append_mean(par_TL: Float64) -> Float64:
     """Append the mean over the layers as the last column, float64 ``[T, L + 1]``; NaN if there are no tokens."""
     return np.column_stack([par_TL, mean_par(par_TL, axis=1)])
 
@@ -202,9 +202,9 @@ class Layout:
         served = split_steps(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
         return par_by_step(served)
 
-    def split_of(self, window: Window, split: str) -> KnownSplit:
+    def split_of(self, window: Window, split: str) -> WindowSplit:
         """Return the split of tokens over the replicas, computed from a window's heat."""
-        return KnownSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
+        return WindowSplit.of(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
 
     def changed_by(self, plan: Plan) -> Layout:
         """Return the layout after all layers of a plan are committed."""
@@ -246,19 +246,19 @@ class Outlook:
     too_recent: bool = False
     recommendations: Sequence[Recommendation | None] = ()
     layout: Layout | None = None
-    planned: KnownSplit | None = None
+    planned: WindowSplit | None = None
 
 
-def promise_for(plan: Plan) -> tuple[Promise, Float64]:
+def promise_of_plan(plan: Plan) -> tuple[Promise, Float64]:
     """Return a plan's promise, and the expected PAR of each step on which it is based, float64 ``[T, L]``.
 
     The expected PAR includes each layer's optimism as measured by the hold-out.
     """
     optimism_of_layers = [verdict.optimism for verdict in plan.verdicts]
     par_TL = plan.par_TL + np.array([optimism or 0.0 for optimism in optimism_of_layers])
-    return promise_of(par_TL, held_out=None not in optimism_of_layers), par_TL
+    return promise_of_steps(par_TL, held_out=None not in optimism_of_layers), par_TL
 
 
-def gain_over(window: Window, before: Layout, now: Layout, split: str) -> Gain:
+def layout_gain(window: Window, before: Layout, now: Layout, split: str) -> Gain:
     """Return the gain of ``now`` over ``before`` on a window's steps; ``split`` is one of ``settings.SPLITS``."""
     return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))

@@ -134,7 +134,7 @@ def name_of(policy: str | PolicyFunction) -> str:
     return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
 
 
-def answer_of(
+def run_external_policy(
     name: str, function: PolicyFunction, window: Window, deployed: Placement
 ) -> tuple[Placement, Int32 | None]:
     """Call an external policy and check its result.

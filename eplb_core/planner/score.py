@@ -118,7 +118,7 @@ def _serve(
     return serve_steps(as_kernel_heat(heat_TLE), layer_K, phy2log_KRS, host, curve_4, first_step, keep_loads)
 
 
-def split_us(
+def slowest_rank_us(
     heat_TLE: Heat,
     placement: Placement,
     log2phy_RLE: Int32,
@@ -265,7 +265,7 @@ def split_steps(
 
 
 @dataclass(frozen=True)
-class KnownSplit:
+class WindowSplit:
     """Placement with a precomputed split of tokens, used to score steps as they arrive.
 
     Parameters
@@ -282,7 +282,7 @@ class KnownSplit:
     @classmethod
     def of(
         cls, heat_TLE: Heat, placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str
-    ) -> KnownSplit:
+    ) -> WindowSplit:
         """Compute the split from a window's heat; arguments as for ``split_shares``."""
         if split == STEP:
             return cls(placement, None)
@@ -335,11 +335,14 @@ def drawn_us(
     curve: CostCurve,
     layer_K: npt.NDArray[np.int64] | None = None,
 ) -> Float64:
-    """Return the time of each step, averaged over several draws as in ``drawn_par``; arguments as for ``split_us``."""
+    """Return the time of each step, averaged over several draws as in ``drawn_par``.
+
+    The arguments are the same as for ``slowest_rank_us``.
+    """
     layout = placement, log2phy_RLE, source_RLE, split
 
     def us_of_draw(first_step: int) -> Float64:
-        return split_us(heat_TLE, *layout, curve, first_step, layer_K)
+        return slowest_rank_us(heat_TLE, *layout, curve, first_step, layer_K)
 
     return _mean_of_draws(us_of_draw, len(heat_TLE))
 

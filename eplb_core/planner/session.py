@@ -23,7 +23,7 @@ from eplb_core.planner.counterfactual import FITTED, TimePrice
 from eplb_core.planner.forecast import NO_FORECASTS, Forecasts
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import Layout, Outlook, Promise
-from eplb_core.planner.score import KnownSplit
+from eplb_core.planner.score import WindowSplit
 from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.solver.model import Recommendation
 
@@ -93,7 +93,7 @@ class DecisionSession:
     has_begun: bool = False
     decided_at: int = 0
     promise: Promise | None = None
-    planned_split: KnownSplit | None = None
+    planned_split: WindowSplit | None = None
     answered_alarm: tuple[int | None, int] | None = None
     replaced_layout: Layout | None = None
     replaced_at: int | None = None

@@ -10,7 +10,7 @@ import numpy as np
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
 from eplb_core.planner.dealing import tables_of_sources
-from eplb_core.planner.holdout import HeldOut, Parts, held_out, paying
+from eplb_core.planner.holdout import HoldOutResult, Parts, held_out, paying
 from eplb_core.planner.layer_figures import LayerFigures
 from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.solver_call import solve_layers
@@ -21,7 +21,7 @@ from eplb_core.solver.model import KEEP, Candidate
 
 def hold_out_changes(
     figures: LayerFigures, results: Mapping[int, LayerResult | SolverError], expert_groups: int
-) -> dict[int, HeldOut]:
+) -> dict[int, HoldOutResult]:
     """Evaluate the changes to layers with small batches on steps that the changes were not fitted to.
 
     If the solver's own hold-out has already fitted a counterpart to the older half of the episodes, that counterpart is
@@ -39,7 +39,7 @@ def hold_out_changes(
 
     Returns
     -------
-    dict of int to HeldOut
+    dict of int to HoldOutResult
         Hold-out results, keyed by layer.
     """
     request = figures.request
@@ -76,14 +76,14 @@ def hold_out_changes(
         refitted = solve_layers(training, layer_P, figures.floor_L, expert_groups, figures.move_price)
         for layer, result in zip(without_counterpart, refitted, strict=True):
             if isinstance(result, LayerResult):
-                holdouts[layer] = _hold_out(request, parts, layer, result.found)
+                holdouts[layer] = _hold_out(request, parts, layer, result.candidate)
     return holdouts
 
 
 def unpaid_changes(
     figures: LayerFigures,
     results: Mapping[int, LayerResult | SolverError],
-    holdouts: Mapping[int, HeldOut],
+    holdouts: Mapping[int, HoldOutResult],
 ) -> dict[int, str]:
     """Return the layers whose changes do not pay for their moves in the hold-out, each with the reason to keep it.
 
@@ -106,7 +106,7 @@ def unpaid_changes(
         if isinstance(result, LayerResult) and layer in holdouts:
             # The price is a share: of the time or, if the gain is measured in PAR, of the PAR.
             price = figures.move_price * (1.0 if by_time else float(figures.par_L[layer]))
-            costs[layer] = price * result.found.moves / slots
+            costs[layer] = price * result.candidate.moves / slots
     paying_layers = paying(holdouts, costs, request.settings.min_gain)
     unit = " of the layer's time" if by_time else ""
     return {
@@ -127,7 +127,7 @@ def with_optimism(result: LayerResult, optimism: float) -> LayerResult:
     return replace(result, optimism=optimism, recommendation=recommendation)
 
 
-def _hold_out(request: SolveRequest, parts: Parts, layer: int, candidate: Candidate) -> HeldOut:
+def _hold_out(request: SolveRequest, parts: Parts, layer: int, candidate: Candidate) -> HoldOutResult:
     """Evaluate a layer's candidate, fitted to the training half of ``parts``, on the held-out half."""
     _, first_G, group_R = request.topology.token_groups()
     experts = request.window.experts

@@ -28,11 +28,11 @@ from eplb_core.solver.model import (
     LayerLayout,
     SearchParams,
 )
-from eplb_core.solver.step_search import searched_for_steps
-from eplb_core.solver.stepwise import levels_of_episodes
+from eplb_core.solver.step_search import search_for_steps
+from eplb_core.solver.stepwise import optimal_peaks
 from eplb_core.solver.tables import (
     fixed_rule,
-    rehoused,
+    follow_slots,
     slot_shares,
     slots_by_expert,
     solve_tables,
@@ -102,7 +102,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
             placed_RS = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
         best = _cheaper(best, _match_and_add_tables(placed_RS, layer, params), slot_price)
     if params.tables == STEPWISE and params.step_tries > 0:
-        placed_KRS = searched_for_steps(best.phy2log_RS, heat, no_home_ER, np.zeros(1), params)
+        placed_KRS = search_for_steps(best.phy2log_RS, heat, no_home_ER, np.zeros(1), params)
         best = _cheaper(best, _match_and_add_tables(placed_KRS[0], layer, params), slot_price)
     return best
 
@@ -209,7 +209,7 @@ def peaks_on(candidate: Candidate, scaled_EN: Float32, deployed: LayerLayout, ta
         Split of the tokens; see ``SearchParams.tables``.
     """
     if tables == STEPWISE:
-        return levels_of_episodes(candidate.phy2log_RS, scaled_EN)
+        return optimal_peaks(candidate.phy2log_RS, scaled_EN)
     return max_rank_loads(scaled_EN, candidate.phy2log_RS, _shares_of(candidate, deployed, tables))
 
 
@@ -244,7 +244,7 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64, times: int) -
     """
     heat, deployed = layer
     if params.tables == STEPWISE:
-        return searched_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
+        return search_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
     share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
     assignment = assignment_of(deployed.phy2log_RS, share_RS, heat)
     limit = times * max(_CHANGES, share_RS.size // _CHANGES)
@@ -297,7 +297,7 @@ def _refine_through_tables(candidate: Candidate, layer: Layer, params: SearchPar
         candidate.phy2log_RS, log2phy_GE, heat, deployed.share_GE, params.z, params.local_search_steps
     )
     kept_RS, moves = keep_slots(swapped_RS, deployed.phy2log_RS)
-    refined = Candidate(kept_RS, rehoused(log2phy_GE, kept_RS), 0.0, moves)
+    refined = Candidate(kept_RS, follow_slots(log2phy_GE, kept_RS), 0.0, moves)
     refined = refined._replace(par=par_on(refined, heat.episodes, deployed, params.tables))
     return refined if refined.par < candidate.par else candidate
 

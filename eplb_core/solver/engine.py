@@ -460,7 +460,7 @@ def _without_vain_changes(
     """
 
     def combine(remaining: list[tuple[_NodeLayer, LayerResult]]) -> Candidate:
-        return _combine_nodes([(node, result.found) for node, result in remaining], layer, params)
+        return _combine_nodes([(node, result.candidate) for node, result in remaining], layer, params)
 
     best = combine(changes)
     for change in list(changes):

@@ -81,7 +81,7 @@ class LayerResult:
 
     Parameters
     ----------
-    found
+    candidate
         Chosen placement and tables, with their peak-to-average ratio (PAR) on the window and the number of moves.
     par_before
         PAR of the deployed placement on the window.
@@ -104,7 +104,7 @@ class LayerResult:
         The recommended candidate, fitted to the older half of the episodes; ``None`` if there was no hold-out.
     """
 
-    found: Candidate
+    candidate: Candidate
     par_before: float
     half_life: float
     taken: int

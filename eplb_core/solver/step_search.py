@@ -87,7 +87,7 @@ class _Scenarios(NamedTuple):
     """int64 ``[N]``, number of ranks in each tight set."""
 
 
-def searched_for_steps(
+def search_for_steps(
     phy2log_RS: Int32, heat: Heat, home_ER: Bool, price_K: Float64, params: SearchParams
 ) -> Int32:
     """Improve a placement for stepwise splits.

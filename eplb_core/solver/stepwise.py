@@ -247,7 +247,7 @@ def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool_rank: int, 
         rank = replicas.rank_P[giver]
 
 
-def levels_of_episodes(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
+def optimal_peaks(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
     """Return the load of the hottest rank under each episode's optimal split, float32 ``[N]``.
 
     An episode without tokens has a load of 0.

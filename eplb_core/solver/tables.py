@@ -499,7 +499,7 @@ def swap_through_tables(
 
 
 @kernel
-def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
+def follow_slots(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
     """Return tables updated for replicas that have changed slots within their ranks, as in ``topology.keep_slots``.
 
     Every source still uses the replica on the same rank.

@@ -21,8 +21,8 @@ import numpy as np
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, PlacementError, apply_layers, checked_foreign
-from eplb_core.planner.decide import plan, plan_afresh
-from eplb_core.planner.policies import PolicyFunction, answer_of, external_policy
+from eplb_core.planner.decide import plan, plan_from_scratch
+from eplb_core.planner.policies import PolicyFunction, external_policy, run_external_policy
 from eplb_core.planner.request import with_options
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -350,7 +350,7 @@ class _Ours:
         wall_start = time.perf_counter()
         window = Window(scene.heat_TLE, scene.source_RLE)
         if self._afresh:
-            result = plan_afresh(window, placement, topology, settings, search)
+            result = plan_from_scratch(window, placement, topology, settings, search)
         else:
             result = plan(window, placement, scene.tables_RLE, topology, settings, search=search)
         cpu_seconds = time.process_time() - cpu_start
@@ -367,7 +367,7 @@ class _Ours:
         window = Window(scene.heat_TLE, scene.source_RLE)
         cpu_start = time.process_time()
         wall_start = time.perf_counter()
-        placement, tables_RLE = answer_of(self._external, function, window, current)
+        placement, tables_RLE = run_external_policy(self._external, function, window, current)
         cpu_seconds = time.process_time() - cpu_start
         wall_seconds = time.perf_counter() - wall_start
         changed = int((placement.phy2log_LRS != scene.placement_LRS).any(axis=(1, 2)).sum())

@@ -19,7 +19,7 @@ from eplb_core.placement import check_shape
 from eplb_core.planner.settings import DEAL, STEP, TABLES, PlannerSettings
 from eplb_lab.demo.ranks import rank_reports
 from eplb_lab.demo.scoreboard import Scoreboard
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.telemetry.logs import configure_logs
 
@@ -199,7 +199,7 @@ def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
     stop = asyncio.Event()
 
     async def serve() -> None:
-        async with running_service(settings) as service:
+        async with run_service(settings) as service:
             await service.warm
             started.set_result(service)
             await stop.wait()

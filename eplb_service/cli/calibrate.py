@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from eplb_core.atomic_write import check_output
-from eplb_core.cost.curve import PHASES, CostCurve, plain_curve, write_curves
+from eplb_core.cost.curve import PHASES, CostCurve, curve_document, write_curves
 from eplb_core.cost.fit import CurveFitError, curve_from_table, fit_curve
 from eplb_core.extras import install_command
 from eplb_service.cli.options import (
@@ -119,7 +119,7 @@ def calibrate(
         curve = timing.curve(phase, hidden, inter, dtype or "float32")
     write_curves(out, [curve])
     if json:
-        print_json(plain_curve(curve))
+        print_json(curve_document(curve))
     else:
         _print(output_console(), curve, out)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, check_shape, mean_par
-from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.dealing import default_tables
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.score import par_of_steps, split_steps
 from eplb_core.planner.settings import EVEN, STEP, TABLES, PlannerSettings, planner_settings
@@ -127,7 +127,7 @@ def _report(
     window = problem.window
     layers, ranks, slots = solution.phy2log.shape
     placement = Placement(solution.phy2log, window.experts)
-    fixed_RLE = first_tables(placement, settings.split, settings.deal_width)
+    fixed_RLE = default_tables(placement, settings.split, settings.deal_width)
     fixed = split_steps(window.heat_TLE, placement, fixed_RLE, window.source_RLE, settings.split)
     # Assume that the placement's optimism is the same with fixed tables.
     optimism_L = np.array([verdict.optimism or 0.0 for verdict in solution.verdicts])

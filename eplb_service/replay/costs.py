@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.cost.curve import CostCurve, plain_curve
+from eplb_core.cost.curve import CostCurve, curve_document
 from eplb_core.cost.moving import MovingCosts
 from eplb_core.figures import digits, size_text
 from eplb_core.placement import part_end
@@ -362,7 +362,7 @@ class Costs:
 
     def plain(self) -> dict[str, Any]:
         """Return the costs as a JSON document."""
-        curve = None if self.curve is None else plain_curve(self.curve)
+        curve = None if self.curve is None else curve_document(self.curve)
         return {**asdict(replace(self, curve=None)), "curve": curve}
 
 

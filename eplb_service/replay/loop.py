@@ -28,22 +28,22 @@ from eplb_core.placement import (
     staging_rows,
     step_par,
 )
-from eplb_core.planner.dealing import first_tables
-from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.dealing import default_tables
+from eplb_core.planner.decide import plan_from_scratch
 from eplb_core.planner.decision import DecisionInputs, check, decide, price_time
 from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import Layout, Outlook, Plan, promise_for
-from eplb_core.planner.policies import PolicyError, answer_of
+from eplb_core.planner.plan import Layout, Outlook, Plan, promise_of_plan
+from eplb_core.planner.policies import PolicyError, run_external_policy
 from eplb_core.planner.score import sampling_floor, split_loads, split_steps
 from eplb_core.planner.session import DecisionSession
 from eplb_core.planner.settings import EVEN, STEP
 from eplb_core.planner.topology import Topology
 from eplb_service.io.trace import Trace
 from eplb_service.replay.costs import BUSY_PASSES, STAGING_BYTES, Costs
-from eplb_service.replay.moves import arrivals, for_each_layer, sent, switched, tables_differ
+from eplb_service.replay.moves import arrivals, repeat_layers, sent, switched, tables_differ
 from eplb_service.replay.policy import Job, ReplayError
 from eplb_service.replay.result import ReplayedDecision
-from eplb_service.replay.served import knows_sources, served_loads, served_us
+from eplb_service.replay.served import has_step_sources, served_loads, served_us
 
 _CHUNK_STEPS = 64
 """Maximum number of steps that are served at a time."""
@@ -154,7 +154,7 @@ class _Run:
         self._held_LRS = self._held_at_start(scene)
         """int32 ``[L, R, S]``, experts on the ranks before the next decision; -1 for an empty slot."""
         initial = self._deployable if job.policy else scene.left_alone(trace, job.setup.slots)
-        self._serving = self._with_first_tables(initial)
+        self._serving = self._with_default_tables(initial)
         self._initial = self._serving
         self._pending: list[tuple[int, Layout]] = []
         """Steps at which further layers switch, each with the resulting layout; empty if no plan is in progress."""
@@ -299,7 +299,7 @@ class _Run:
             used = inputs.decision_window
             par_seen = _mean_of_layers(self._par_of_steps(self._serving, used, step))
             made = replace(made, par_TL=self._par_of_steps(changed, used, step))
-            par_planned = _mean_of_layers(promise_for(made)[1])
+            par_planned = _mean_of_layers(promise_of_plan(made)[1])
         return replace(
             self._decision_row(changed, seconds, par_seen, par_planned),
             forecasts=int(held is not None),
@@ -423,8 +423,8 @@ class _Run:
         each_L = self._costs.layers_each(len(order), len(moves_LR))
         sent_LR = sent(serving.placement, changed.placement, self._topology.nodes_R)
         steps_L = step + self._costs.arrival_steps(
-            for_each_layer(moves_LR[order], each_L),
-            for_each_layer(sent_LR[order], each_L),
+            repeat_layers(moves_LR[order], each_L),
+            repeat_layers(sent_LR[order], each_L),
             staging_rows(self._job.setup.slots, self._costs.expert_bytes, STAGING_BYTES),
             soon=self._plan_ended_at is not None and step - self._plan_ended_at < BUSY_PASSES,
         )
@@ -443,16 +443,16 @@ class _Run:
         """Return the layout of an external policy, with default tables if it returns none."""
         assert self._external is not None
         try:
-            placement, log2phy_RLE = answer_of(
+            placement, log2phy_RLE = run_external_policy(
                 self._job.policy, self._external, window, self._serving.placement
             )
         except PolicyError as error:
             raise ReplayError(str(error)) from error
-        return self._with_first_tables(placement) if log2phy_RLE is None else Layout(placement, log2phy_RLE)
+        return self._with_default_tables(placement) if log2phy_RLE is None else Layout(placement, log2phy_RLE)
 
-    def _with_first_tables(self, placement: Placement) -> Layout:
+    def _with_default_tables(self, placement: Placement) -> Layout:
         """Return a placement with its default tables."""
-        return Layout(placement, first_tables(placement, self._split, self._job.settings.deal_width))
+        return Layout(placement, default_tables(placement, self._split, self._job.settings.deal_width))
 
     def _window(self, heat_TLE: Counts, end: int) -> Window:
         """Return a window of heat that ends before step ``end``, with source heat if recorded."""
@@ -470,7 +470,7 @@ class _Run:
     @property
     def _has_step_sources(self) -> bool:
         """True if each step's tokens are recorded by source rank and routed by tables."""
-        return self._split not in (EVEN, STEP) and knows_sources(self._trace, self._topology.ranks)
+        return self._split not in (EVEN, STEP) and has_step_sources(self._trace, self._topology.ranks)
 
     def _par_of_steps(self, layout: Layout, window: Window, end: int) -> Float64:
         """Return the PAR of each step of a window that ends before ``end``, ``[T, L]``; NaN if there are no tokens."""
@@ -496,8 +496,8 @@ class _Run:
         row = replace(row, floor_L=sampling_floor(served))
         if not self._job.hindsight:
             return row
-        fitted = plan_afresh(window, self._deployable, self._topology, self._job.settings)
-        best = self._with_first_tables(self._deployable).changed_by(fitted)
+        fitted = plan_from_scratch(window, self._deployable, self._topology, self._job.settings)
+        best = self._with_default_tables(self._deployable).changed_by(fitted)
         loads_TLR = served_loads(self._trace, window.heat_TLE, row.step, best, self._split)
         return replace(row, hindsight_L=par(loads_TLR))
 

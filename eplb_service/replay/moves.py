@@ -48,7 +48,7 @@ def sent(before: Placement, after: Placement, nodes_R: npt.NDArray[np.int32]) ->
     return sent_LR
 
 
-def for_each_layer(
+def repeat_layers(
     moved_LR: npt.NDArray[np.int64], each_L: npt.NDArray[np.int64]
 ) -> list[npt.NDArray[np.int64]]:
     """Repeat the row of each recorded layer for the ``each_L`` model layers that it represents.

@@ -14,7 +14,7 @@ from eplb_core.cost.curve import CostCurve
 from eplb_core.heat.window import Counts
 from eplb_core.placement import Float64, dealt_to, with_entries
 from eplb_core.planner.plan import Layout
-from eplb_core.planner.score import split_loads, split_us
+from eplb_core.planner.score import slowest_rank_us, split_loads
 from eplb_core.planner.settings import EVEN, STEP
 from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
@@ -44,7 +44,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
         The host's split of tokens over replicas; one of ``settings.SPLITS``.
     """
     placement = serving.placement
-    if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
+    if split in (EVEN, STEP) or not has_step_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, serving.log2phy_RLE, None, split, first)
     destination_RLED = with_entries(serving.log2phy_RLE // placement.slots, 3)
     return np.concatenate(
@@ -70,8 +70,8 @@ def served_us(
         Cost curve of the ranks.
     """
     placement = serving.placement
-    if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
-        return split_us(heat_TLE, placement, serving.log2phy_RLE, None, split, curve, first)
+    if split in (EVEN, STEP) or not has_step_sources(trace, placement.ranks):
+        return slowest_rank_us(heat_TLE, placement, serving.log2phy_RLE, None, split, curve, first)
     slot_RLED = with_entries(serving.log2phy_RLE, 3)
     chunks = []
     for source_TRLE in _sources(trace, first, first + len(heat_TLE)):
@@ -81,7 +81,7 @@ def served_us(
     return np.concatenate(chunks)
 
 
-def knows_sources(trace: Trace, ranks: int) -> bool:
+def has_step_sources(trace: Trace, ranks: int) -> bool:
     """Return True if the trace records each step's tokens by source rank, for this number of ranks."""
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
 

@@ -118,7 +118,7 @@ _BUCKETS = {
     "eplb_loop_delay_seconds": (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
 }
 Row = tuple[str, str, tuple[str, ...], str]
-Shown: TypeAlias = tuple[Any, ...]
+GaugeValue: TypeAlias = tuple[Any, ...]
 """Name, value and labels of a gauge."""
 
 
@@ -171,7 +171,7 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type, unused-ignore]  # duck-typed collector
         ProcessCollector(namespace="eplb", registry=self.registry)
 
-    def show(self, gauges: Iterable[Shown]) -> None:
+    def show(self, gauges: Iterable[GaugeValue]) -> None:
         """Replace the values of all gauges. A gauge without a new value is removed."""
         values: dict[str, dict[tuple[str, ...], float]] = {
             name: {} for kind, name, _, _ in self._rows if kind == "gauge"

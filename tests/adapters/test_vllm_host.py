@@ -276,7 +276,7 @@ def asleep():
     for _ in range(300):  # enough passes for the agent's table check
         run_pass(state)
         host.step(is_dummy=False)
-    facts["serves"] = host.agent.halted is None and host.agent.unheard is None
+    facts["serves"] = host.agent.halted is None and host.agent.votes_lost is None
     host.close()
     return facts
 

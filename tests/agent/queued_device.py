@@ -252,9 +252,9 @@ def install() -> DeviceQueue:
     kernels.impl("_copy_from", copy_from, "PrivateUse1")
     kernels.impl("empty_strided", lambda size, _, **options: empty(size, **options), "PrivateUse1")
 
-    def host_empty(shape: Any, dtype: torch.dtype, _: object) -> torch.Tensor:
+    def empty_on_host(shape: Any, dtype: torch.dtype, _: object) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    heat.host_empty = forward_clock.host_empty = table_check.host_empty = host_empty
+    heat.empty_on_host = forward_clock.empty_on_host = table_check.empty_on_host = empty_on_host
     staging.on_host = vllm_host.on_host = sglang_host.on_host = lambda tensor, _: tensor
     return QueuedTensor.queue

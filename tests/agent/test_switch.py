@@ -201,7 +201,7 @@ def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
 
     def between(step: int) -> None:
         errors.add(agent._beat().error)
-        if agent._switch.state.plan is None and agent.unheard is None and not agent.installed.epoch:
+        if agent._switch.state.plan is None and agent.votes_lost is None and not agent.installed.epoch:
             live.offer(agent, {0: live.target()}, step)
         time.sleep(0.002)
 

@@ -34,7 +34,7 @@ SWITCHED = {"layers_switched": 7, "experts_moved": 9, "bytes_moved": 10**6, "ste
 PAR = {"before": 1.5, "after": 1.1, "steps": 80}
 
 
-def answer_of(text: str, shift: float = 0.0, error: str | None = None) -> Answer:
+def run_external_policy(text: str, shift: float = 0.0, error: str | None = None) -> Answer:
     ids = list(text.encode())
     candidates = [{str(token): -0.5 + shift, "a": -1.0, "b": -2.0} for token in ids]
     return Answer(ids, candidates, [0.1 * (place + 1) for place in range(len(ids))], error)
@@ -124,10 +124,10 @@ def test_the_load_drifts_and_depends_only_on_its_seed() -> None:
 
 def test_a_token_decided_by_rounding_does_not_count_as_a_wrong_answer() -> None:
     pairs = [
-        (answer_of("same"), answer_of("same", 1e-6)),
-        (answer_of("same"), answer_of("sane", 1e-6)),
-        (answer_of("same"), answer_of("same", 0.1)),
-        (answer_of("same"), answer_of("same", error="lost")),
+        (run_external_policy("same"), run_external_policy("same", 1e-6)),
+        (run_external_policy("same"), run_external_policy("sane", 1e-6)),
+        (run_external_policy("same"), run_external_policy("same", 0.1)),
+        (run_external_policy("same"), run_external_policy("same", error="lost")),
     ]
     found = compare(*zip(*pairs, strict=True))
     assert found.pop("worst_difference") == pytest.approx(0.1)
@@ -135,8 +135,8 @@ def test_a_token_decided_by_rounding_does_not_count_as_a_wrong_answer() -> None:
 
 
 def test_differences_count_only_until_the_answers_diverge() -> None:
-    one = answer_of("abcd")
-    other = answer_of("abXd")
+    one = run_external_policy("abcd")
+    other = run_external_policy("abXd")
     other.candidates[2]["a"] += 0.25
     other.candidates[3]["a"] += 9.0
     assert compare([one], [other])["worst_difference"] == pytest.approx(0.25)
@@ -145,7 +145,7 @@ def test_differences_count_only_until_the_answers_diverge() -> None:
 
 
 def test_latency_excludes_failed_answers() -> None:
-    found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
+    found = latency([run_external_policy("abc"), run_external_policy("abcdefgh", error="late")])
     assert [found[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx([100.0] * 3)
     assert np.isnan(latency([])["first_p50"])
 
@@ -153,9 +153,11 @@ def test_latency_excludes_failed_answers() -> None:
 def _served(**of_balanced: object) -> list[Round]:
     rounds = []
     for number in range(2):
-        answers = {kind: [answer_of("good"), answer_of("more")] for kind in (ALONE, BALANCED)}
+        answers = {
+            kind: [run_external_policy("good"), run_external_policy("more")] for kind in (ALONE, BALANCED)
+        }
         if number and of_balanced:
-            answers[BALANCED][1] = answer_of(**of_balanced)  # type: ignore[arg-type]
+            answers[BALANCED][1] = run_external_policy(**of_balanced)  # type: ignore[arg-type]
         rounds.append(Round([REQUEST, REQUEST], answers))
     return rounds
 

@@ -8,7 +8,7 @@ import pytest
 
 from eplb_core.cost.curve import write_curves
 from eplb_core.placement import par
-from eplb_core.planner.score import split_loads, split_us
+from eplb_core.planner.score import slowest_rank_us, split_loads
 from eplb_service import Placement
 from eplb_service.io.placement_file import read_placement
 from eplb_service.io.synthetic import synthetic_heat
@@ -133,6 +133,6 @@ def test_a_cost_curve_compares_a_stepwise_split_with_tables_net_of_its_cost(tmp_
     assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
     with np.load(trace) as file, np.load(tmp_path / "a.npz") as solution:
         placement = Placement(solution["phy2log"], EXPERTS)
-        us_TL = split_us(file["counts"], placement, solution["log2phy"], None, "step", H200)
+        us_TL = slowest_rank_us(file["counts"], placement, solution["log2phy"], None, "step", H200)
     assert reported["ms_after"] == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
     assert reported["ms_by_tables"] > 0

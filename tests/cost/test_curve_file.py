@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from eplb_core.cost.curve import CurveError, FitQuality, plain_curve, read_curve, write_curves
+from eplb_core.cost.curve import CurveError, FitQuality, curve_document, read_curve, write_curves
 from tests.cost.curves import FUSED, H200
 
 FIT = FitQuality(28, 7, 0.02, 0.05, 0.09)
@@ -18,7 +18,7 @@ def test_curves_survive_a_round_trip(tmp_path):
     curves = (replace(H200, fit=FIT), replace(FUSED, phase="prefill", slope_us=0.1))
     write_curves(path, curves)
     assert [read_curve(f"{path}:{curve.phase}") for curve in curves] == list(curves)
-    assert json.loads(path.read_bytes())["curves"] == [plain_curve(curve) for curve in curves]
+    assert json.loads(path.read_bytes())["curves"] == [curve_document(curve) for curve in curves]
 
 
 def test_a_curve_for_any_phase_matches_every_phase(tmp_path):

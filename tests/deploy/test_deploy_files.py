@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from tests.control.server.grpc_calls import bearer, code_of
 from tests.deploy.files import DEPLOY, DOCKERFILE, GRPC_PORT, METRICS_PORT, ROOT, load, settings_from
@@ -87,7 +87,7 @@ async def test_generated_credentials_authorise_each_role(tmp_path):
     assert secrets.stat().st_mode & 0o077 == 0
     flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": ":memory:", "threads": 1}
     flags |= {name: secrets / file for name, file in files.items()}
-    async with running_service(load_settings(flags)) as service:
+    async with run_service(load_settings(flags)) as service:
         address = service.address.replace("127.0.0.1", "localhost")
         credentials = grpc.ssl_channel_credentials((secrets / "ca.pem").read_bytes())
         async with grpc.aio.secure_channel(address, credentials) as channel:

@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 from pathlib import Path
 
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.service_under_test import settings
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ def serve(address, steps, after_switch):
 
 
 async def test_the_toy_host_is_balanced_without_changing_its_outputs():
-    async with running_service(settings()) as service:
+    async with run_service(settings()) as service:
         results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 6000, 200)
     assert max(worst for worst, _ in results) < 1e-4
     assert {switched for _, switched in results} != {0}

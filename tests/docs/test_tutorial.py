@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eplb_service.cli import main
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.io.open_trace import open_trace
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
@@ -64,7 +64,7 @@ def test_every_command_runs(folder, monkeypatch, capsys):
 
 async def test_every_operator_command_runs_beside_a_service(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+    async with run_service(settings()) as service, FakeGroup(service.address) as group:
         monkeypatch.setenv("EPLB_ADDRESS", service.address)
         await group.join()
         serving = asyncio.create_task(serve(group))

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 import torch
 
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.service_under_test import settings
 from tests.e2e import captured_host
@@ -30,7 +30,7 @@ HOSTS = [
 
 async def _served(*options):
     """Return the ranks' facts and the service's final deployment."""
-    async with running_service(settings()) as service:
+    async with run_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 2, captured_host.serve, service.address, *options)
         return facts, service.plane.deployments["captured"]
 

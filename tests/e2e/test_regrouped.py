@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.service_under_test import settings
 from tests.e2e import regrouped_host
@@ -14,7 +14,7 @@ SIZES = (3, 2, 3)
 
 
 async def test_layers_are_balanced_on_fewer_and_more_ranks_with_equal_outputs():
-    async with running_service(settings()) as service:
+    async with run_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 3, regrouped_host.serve, service.address, SIZES)
         deployment = service.plane.deployments["regrouped"]
         assert deployment.group.shape.ranks == SIZES[-1]

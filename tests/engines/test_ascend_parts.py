@@ -9,7 +9,7 @@ from eplb_core.wire.heat import StepPhase
 from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer, dispatch
 from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.engine_host import noting_batches
+from worker_agent.adapters.engine_host import wrap_execute_model
 from worker_agent.adapters.vllm_ascend import hooks
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, _slots
 
@@ -126,7 +126,7 @@ def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
             self.eplb_updator.forward_end()
 
     hooks._mark_dummy_runs(Runner)
-    Runner.execute_model = noting_batches(Runner.execute_model, hooks._balancer_of)
+    Runner.execute_model = wrap_execute_model(Runner.execute_model, hooks._balancer_of)
     reported = []
     host = AscendHost.__new__(AscendHost)
     host.heat = _HostHeat([HostLayer(1)], EXPERTS)

@@ -304,11 +304,11 @@ def test_answers_are_the_same_if_the_service_is_killed_and_restarted(run_vllm, a
 
 @pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=["0.32", "0.23"])
 def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
-    unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    check_same_answers(unheard.answers(), alone(run_vllm, engine=engine))
+    votes_lost = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    check_same_answers(votes_lost.answers(), alone(run_vllm, engine=engine))
     # vLLM's own handlers print each message once, but every rank prints its own warnings.
     by_level = {"INFO": [], "WARNING": []}
-    for line in unheard.log.read_text().splitlines():
+    for line in votes_lost.log.read_text().splitlines():
         for level, lines in by_level.items():
             if f" {level} " in line:
                 lines.append(line)

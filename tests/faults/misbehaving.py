@@ -83,7 +83,7 @@ class Host:
 
     def _offer(self) -> None:
         installed = self.agent.installed
-        if self.agent._switch.state.plan is None and self.agent.unheard is None:
+        if self.agent._switch.state.plan is None and self.agent.votes_lost is None:
             target_RS = live.from_here(self.agent, installed.epoch)
             live.offer(self.agent, {0: target_RS}, installed.epoch + 1)
 

@@ -50,7 +50,7 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     agent.step = step
 
     def between(at: int) -> None:
-        if at % 5 == 1 and agent._switch.state.plan is None and agent.unheard is None:
+        if at % 5 == 1 and agent._switch.state.plan is None and agent.votes_lost is None:
             live.offer(agent, {0: live.from_here(agent, agent.installed.epoch)}, at)
         time.sleep(0.002)
 

@@ -25,7 +25,7 @@ from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import agent_pb2, tensor_pb2
 from eplb_core.wire.heat import decode_heat_report
 from eplb_lab.history.check import HistoryError, read_histories, violations
-from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.core.errors import RejectedError
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
@@ -39,7 +39,7 @@ from worker_agent.swap.rank_layout import Identity, check_plan
 SHAPE = Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64)
 IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
 _NATIVE_FILES = ("zarr.json", "heat/zarr.json", "heat/c/0/0/0", "step/zarr.json", "step/c/0")
-_WIRE_ERRORS = (WireError, RefusedError, DecodeError)
+_WIRE_ERRORS = (WireError, RejectedError, DecodeError)
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 

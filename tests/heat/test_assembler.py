@@ -50,7 +50,7 @@ def window_of(heat: HeatAssembler) -> Window:
 def add(heat: HeatAssembler, rank: int, sent: HeatReport) -> int:
     """Add one rank's report, assemble the steps that it completes, and return their number."""
     received = heat.take(rank, sent).received
-    heat.put_together()
+    heat.assemble_steps()
     return received
 
 
@@ -262,7 +262,7 @@ def test_steps_enter_the_window_in_portions_and_all_before_the_next_report() -> 
     heat = assembler(pending_steps=4)
     for rank in range(RANKS):
         heat.take(rank, report(0, 1, 2, 3))
-    heat.put_together(1)
+    heat.assemble_steps(1)
     assert (heat.steps, heat.waiting) == (1, 2)
     heat.take(0, report(3, 4))
     assert (heat.steps, heat.waiting) == (3, 0)
@@ -383,14 +383,14 @@ PREFILL, DECODE, DUMMY, MIXED = map(int, StepPhase)
 
 
 @pytest.mark.parametrize(
-    ("phase", "entered", "own_RT", "passed_over"),
+    ("phase", "entered", "own_RT", "other_phase_steps"),
     [
         ("all", [1, 2, 3, 4], ([1, 2, 3, 4, 0], [1, 2, 3, 4, 0]), 0),
         ("prefill", [1, 3], ([1], [3]), 1),
         ("decode", [2, 4], ([2, 3, 4], [1, 2]), 0),
     ],
 )
-def test_only_steps_of_the_planned_phase_enter_the_window(phase, entered, own_RT, passed_over):
+def test_only_steps_of_the_planned_phase_enter_the_window(phase, entered, own_RT, other_phase_steps):
     """Steps 1 and 3 prefill on one rank, step 3 in a mixed batch. Steps 2 and 4 do not prefill, and step 5 is a dummy.
 
     A rank's own tokens count for the rank's own phase.
@@ -407,7 +407,7 @@ def test_only_steps_of_the_planned_phase_enter_the_window(phase, entered, own_RT
     rates_RLE = heat.remembered().arrays()[1]
     assert rates_RLE is not None
     np.testing.assert_allclose(rates_RLE[:, 0, 0], [np.mean(own_T) for own_T in own_RT])
-    assert heat.passed_over == passed_over
+    assert heat.other_phase_steps == other_phase_steps
 
 
 def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():

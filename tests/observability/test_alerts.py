@@ -19,7 +19,7 @@ from eplb_core.planner.decision import DecisionInputs
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.plane import deployments
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.validity import Validity
 from tests.control.server.service_under_test import settings
@@ -59,7 +59,7 @@ async def test_every_panel_has_data_with_two_services_for_one_deployment(
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         services = [
-            await stack.enter_async_context(running_service(settings(auth_token=TOKEN))) for _ in range(2)
+            await stack.enter_async_context(run_service(settings(auth_token=TOKEN))) for _ in range(2)
         ]
         for service in services:
             use_certificate(service, monkeypatch, valid_seconds=30 * 86400)
@@ -108,7 +108,7 @@ async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
     monkeypatch.setattr(deployments, "_PLAN_SECONDS", 5)
     seen_firing: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
-        service = await stack.enter_async_context(running_service(settings(auth_token=TOKEN)))
+        service = await stack.enter_async_context(run_service(settings(auth_token=TOKEN)))
         with prometheus(program, tmp_path, [service.metrics_address]) as server:
             names = ("missing", "gone", "well", *FAULTS)
             scenes = {name: serving(service.address, name) for name in names}
@@ -137,7 +137,7 @@ async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
 
             await stack.aclose()
             await server.until(fire={("EplbServiceDown", "")})
-            async with running_service(settings(metrics=service.metrics_address)):
+            async with run_service(settings(metrics=service.metrics_address)):
                 await server.until(end={("EplbServiceDown", "")})
             seen_firing.add("EplbServiceDown")
     assert seen_firing == alerts()

@@ -7,7 +7,7 @@ import pytest
 
 from eplb_core.heat.window import HeatError, Window
 from eplb_core.placement import Placement
-from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.decide import plan_from_scratch
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology, TopologyError
 from tests.planner.drawn import decided
@@ -52,7 +52,7 @@ def test_a_layer_without_tokens_stays_and_causes_no_error(policy: str, split: st
     placement = Placement.linear(2, 8, 4, 3)
     heat_TLE = np.zeros((5, 2, 8))
     heat_TLE[:, 1, 3] = 7
-    decision = plan_afresh(
+    decision = plan_from_scratch(
         Window(heat_TLE), placement, Topology.flat(4), PlannerSettings(policy=policy, split=split)
     )
     assert not any("failed" in verdict.reason for verdict in decision.verdicts)

@@ -7,7 +7,7 @@ import pytest
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, apply_layers
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.request import SolveRequest
 from eplb_core.planner.score import noise_floor
 from eplb_core.planner.settings import PlannerSettings
@@ -51,19 +51,19 @@ def test_any_layout_made_without_heat_is_recognised_and_replaced(seed: int) -> N
     start = shuffled(seed)
     assert unfitted(start).all()
     warm = plan(WINDOW, start, start.default_log2phy(), FLAT, PlannerSettings())
-    from_scratch = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
+    from_scratch = plan_from_scratch(WINDOW, start, FLAT, PlannerSettings())
     assert warm.par_planned == pytest.approx(from_scratch.par_planned, abs=0.01)
 
 
 def test_a_layout_fitted_to_the_heat_is_not_called_unfitted() -> None:
     start = shuffled(0)
-    decision = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
+    decision = plan_from_scratch(WINDOW, start, FLAT, PlannerSettings())
     assert not unfitted(*apply_layers(start, start.default_log2phy(), decision.changes())).any()
 
 
 def test_one_linear_layer_is_recognised_among_fitted_layers() -> None:
     start = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
-    decision = plan_afresh(WINDOW, start, FLAT, PlannerSettings())
+    decision = plan_from_scratch(WINDOW, start, FLAT, PlannerSettings())
     changes = [change for change in decision.changes() if change[0] != 2]
     unfitted_L = unfitted(*apply_layers(start, start.default_log2phy(), changes))
     assert np.flatnonzero(unfitted_L).tolist() == [2]

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from benchmarks.decide.alarms import served
 from eplb_core.planner.pace import Pace
-from eplb_core.planner.plan import Promise, channels_of, promise_of
+from eplb_core.planner.plan import Promise, append_mean, promise_of_steps
 
 
 def test_the_last_channel_is_the_mean_over_layers_with_tokens() -> None:
     par_TL = np.array([[1.0, 2.0], [np.nan, 3.0], [np.nan, np.nan]])
-    np.testing.assert_array_equal(channels_of(par_TL)[:, 2], [1.5, 3.0, np.nan])
+    np.testing.assert_array_equal(append_mean(par_TL)[:, 2], [1.5, 3.0, np.nan])
 
 
 def test_a_promise_has_the_mean_and_variance_of_its_steps() -> None:
     par_TL = 1.2 + 0.1 * np.random.default_rng(0).normal(size=(400, 2))
-    promise = promise_of(par_TL + np.array([0.0, 0.3]), held_out=True)
+    promise = promise_of_steps(par_TL + np.array([0.0, 0.3]), held_out=True)
     np.testing.assert_allclose(promise.mean_C, [1.2, 1.5, 1.35], atol=0.02)
     np.testing.assert_allclose(promise.variance_C, [0.01, 0.01, 0.005], rtol=0.2)
     np.testing.assert_allclose(promise.inflation_C, 1.0, atol=0.6)
@@ -30,7 +30,7 @@ def test_a_promise_has_the_mean_and_variance_of_its_steps() -> None:
 
 def test_a_promise_ignores_steps_without_tokens() -> None:
     par_TL = np.array([[1.0, np.nan], [np.nan, np.nan], [2.0, np.nan]])
-    promise = promise_of(par_TL, held_out=False)
+    promise = promise_of_steps(par_TL, held_out=False)
     np.testing.assert_array_equal(promise.mean_C, [1.5, np.nan, 1.5])
     np.testing.assert_array_equal(promise.variance_C, [0.5, 0.0, 0.5])
 
@@ -85,7 +85,7 @@ def test_stationary_heat_raises_at_most_one_alarm_in_ten_thousand_steps(ranks: i
     par_TL = served(np.random.default_rng(7), 24_000, ranks, choices)
     alarms = 0
     for first in range(0, len(par_TL), 1000):
-        pace = paced(promise_of(par_TL[first : first + 64], held_out=True))
+        pace = paced(promise_of_steps(par_TL[first : first + 64], held_out=True))
         alarms += pace.after_steps(par_TL[first + 64 : first + 1000])[0].alarm is not None
     assert alarms <= 2
 
@@ -96,7 +96,7 @@ def test_a_rise_of_one_fifth_in_one_layer_raises_an_alarm_within_16_steps(ranks:
     for seed in range(20):
         par_TL = served(np.random.default_rng(seed), 164, ranks, choices)
         par_TL[100:, 5] *= 1.2
-        pace, step_count = paced(promise_of(par_TL[:64], held_out=True)).after_steps(par_TL[64:])
+        pace, step_count = paced(promise_of_steps(par_TL[:64], held_out=True)).after_steps(par_TL[64:])
         layer, duration = pace.alarm
         assert layer == 5
         delays.append(64 + step_count - 100)
@@ -107,7 +107,7 @@ def test_a_rise_of_one_fifth_in_one_layer_raises_an_alarm_within_16_steps(ranks:
 
 def test_a_slightly_optimistic_promise_raises_no_alarm() -> None:
     par_TL = served(np.random.default_rng(0), 400, 8, 256)[:, :12]
-    promise = promise_of(par_TL[:16] - 0.04, held_out=True)
+    promise = promise_of_steps(par_TL[:16] - 0.04, held_out=True)
     assert paced(promise).after_steps(par_TL[16:])[0].alarm is None
 
 
@@ -123,7 +123,7 @@ def test_an_empty_promise_is_learned_before_any_alarm() -> None:
 def test_a_layer_without_tokens_raises_no_alarm() -> None:
     par_TL = np.full((50, 2), 1.2) + 0.02 * np.random.default_rng(0).normal(size=(50, 2))
     par_TL[:, 1] = np.nan
-    pace, _ = paced(promise_of(par_TL[:20], held_out=True)).after_steps(par_TL[20:])
+    pace, _ = paced(promise_of_steps(par_TL[:20], held_out=True)).after_steps(par_TL[20:])
     assert pace.alarm is None
     assert np.isnan(pace.expected.mean_C[1])
     par_TL[:, 1] = 2.0
@@ -142,14 +142,14 @@ def test_a_kept_placement_is_tested_with_the_variance_of_its_window() -> None:
     burst_TL = calm_TL.copy()
     for first in range(20, 256, 64):
         burst_TL[first : first + 8] += 0.3
-    learned, _ = paced(promise_of(calm_TL, held_out=True)).after_steps(calm_TL[:64])
+    learned, _ = paced(promise_of_steps(calm_TL, held_out=True)).after_steps(calm_TL[:64])
     assert learned.after_steps(burst_TL[:64])[0].alarm is not None
-    kept = learned.keeping(promise_of(burst_TL, held_out=True))
+    kept = learned.keeping(promise_of_steps(burst_TL, held_out=True))
     assert kept.after_steps(burst_TL[:64])[0].alarm is None
     assert learned.expected is not None
     assert kept.expected is not None
     np.testing.assert_array_equal(kept.expected.mean_C, learned.expected.mean_C)
     # A window with less scatter does not reduce the learned variance.
-    again = kept.keeping(promise_of(calm_TL, held_out=True))
+    again = kept.keeping(promise_of_steps(calm_TL, held_out=True))
     assert again.expected is not None
     np.testing.assert_array_equal(again.expected.variance_C, kept.expected.variance_C)

@@ -13,9 +13,9 @@ from eplb_core.cost.moving import NOTHING_MEASURED, SwitchEffect
 from eplb_core.heat.sources import StepTimes
 from eplb_core.heat.window import Window
 from eplb_core.planner.counterfactual import Served, TimePrice, priced, time_price, worth_of
-from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.decide import plan_from_scratch
 from eplb_core.planner.plan import Layout
-from eplb_core.planner.score import par_by_step, split_steps, split_us
+from eplb_core.planner.score import par_by_step, slowest_rank_us, split_steps
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.verdicts import HELPS, NO_GAIN, NOT_MEASURABLE, NOT_MEASURED, Worth
 from tests.cost.curves import H200, plain_rank_us
@@ -37,7 +37,7 @@ NOTHING = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
 
 
 def balanced(settings: PlannerSettings = SETTINGS) -> Layout:
-    return FOUND.changed_by(plan_afresh(WINDOW, FIRST, TOPOLOGY, settings))
+    return FOUND.changed_by(plan_from_scratch(WINDOW, FIRST, TOPOLOGY, settings))
 
 
 TIMED = StepTimes(np.full(STEPS, 40_000.0), np.full(STEPS, 512.0))
@@ -85,7 +85,7 @@ def slow_step_us(layout: Layout, curve: CostCurve) -> list[list[float]]:
 
 
 def us_of_steps(window: Window, layout: Layout, curve: CostCurve) -> np.ndarray:
-    return split_us(window.heat_TLE, layout.placement, layout.log2phy_RLE, None, "tables", curve)
+    return slowest_rank_us(window.heat_TLE, layout.placement, layout.log2phy_RLE, None, "tables", curve)
 
 
 @pytest.mark.parametrize("curve", [H200, CostCurve(3.0, 0.0, 0.0, 0.25)])

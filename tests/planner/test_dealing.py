@@ -19,7 +19,7 @@ from eplb_core.planner.dealing import (
     tables_of_sources,
     width_in_use,
 )
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
 from tests.placement.drawn import dealt_one_by_one
@@ -131,7 +131,9 @@ def test_plans_have_tables_of_the_hosts_width(policy: str, host: int, limit: int
 def test_ranks_that_share_tokens_get_one_dealing_table() -> None:
     window = Window(drawn_sources(40.0, seed=3).sum(axis=1))
     topology = Topology(np.zeros(RANKS, dtype=np.int32), np.array([0, 0, 2, 2], dtype=np.int32))
-    decision = plan_afresh(window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1))
+    decision = plan_from_scratch(
+        window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1)
+    )
     assert decision.layers
     for layer in decision.layers:
         np.testing.assert_array_equal(layer.log2phy_RE[0], layer.log2phy_RE[1])
@@ -142,7 +144,7 @@ def test_tables_of_a_host_with_two_nodes_prefer_the_node_of_the_source() -> None
     window = Window(drawn_sources(400.0, seed=4).sum(axis=1))
     nodes_R = np.array([0, 0, 1, 1], dtype=np.int32)
     near, anywhere = (
-        plan_afresh(window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1))
+        plan_from_scratch(window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1))
         for topology in (Topology(nodes_R, np.arange(RANKS, dtype=np.int32)), Topology.flat(RANKS))
     )
 

@@ -13,8 +13,8 @@ from benchmarks.solver.heats import generate
 from eplb_core.heat.window import HeatError, Window
 from eplb_core.placement import Placement, PlacementError, apply_layers, par
 from eplb_core.planner import solver_call
-from eplb_core.planner.dealing import first_tables
-from eplb_core.planner.decide import _cherry_pick, plan, plan_afresh
+from eplb_core.planner.dealing import default_tables
+from eplb_core.planner.decide import _cherry_pick, plan, plan_from_scratch
 from eplb_core.planner.plan import Layout, Plan
 from eplb_core.planner.request import with_options
 from eplb_core.planner.score import split_loads
@@ -187,9 +187,9 @@ def test_a_failure_in_one_layer_leaves_the_other_layers_unaffected(
     def failing(*arguments):
         answers = original(*arguments)
         if flaw == "placement":
-            answers[0].found.phy2log_RS[:] = 0
+            answers[0].candidate.phy2log_RS[:] = 0
         elif flaw == "table":
-            answers[0].found.log2phy_GE[1, 2] = -1
+            answers[0].candidate.log2phy_GE[1, 2] = -1
         else:
             answers[0] = SolverError("ZeroDivisionError: no ranks")
         return answers
@@ -239,10 +239,10 @@ def test_experts_bound_to_their_ranks_do_not_move(case: Case, policy: str, split
     topology = dataclasses.replace(Topology.flat(case.ranks), rank_bound=True)
     settings = PlannerSettings(policy=policy, split=split, threads=1)
     window = Window(np.minimum(case.heat_NE, 1e9)[:, None])
-    tables_RLE = first_tables(placement, split, settings.deal_width)
+    tables_RLE = default_tables(placement, split, settings.deal_width)
     for decision in (
         plan(window, placement, tables_RLE, topology, settings, search=SearchOptions(warm=warm)),
-        plan_afresh(window, placement, topology, settings),
+        plan_from_scratch(window, placement, topology, settings),
     ):
         assert decision.layers == ()
         assert [verdict.reason for verdict in decision.verdicts] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, par
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.score import split_steps, volatility_bound
 from eplb_core.planner.settings import PlannerSettings
@@ -66,7 +66,7 @@ def steady(seed: int, steps: int = STEPS) -> np.ndarray:
 def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
     """Return the layout obtained by placing experts for this heat from scratch."""
     first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
-    result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
+    result = plan_from_scratch(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
     (changed,) = result.layers
     return first.with_layers([(0, changed.phy2log_RS)]), changed.log2phy_RE[:, None, :]
 

@@ -7,7 +7,7 @@ import pytest
 
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement, check_layer
-from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.decide import plan_from_scratch
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.request import with_options
 from eplb_core.planner.score import expected_loads
@@ -20,7 +20,7 @@ from tests.solver.layers_of import KNOWN_EXAMPLE
 def afresh(heat_TLE: np.ndarray, ranks: int, slots: int, **settings: object) -> Plan:
     placement = Placement.linear(heat_TLE.shape[1], heat_TLE.shape[2], ranks, slots)
     switched, search = with_options(PlannerSettings(), settings)
-    return plan_afresh(Window(heat_TLE), placement, Topology.flat(ranks), switched, search)
+    return plan_from_scratch(Window(heat_TLE), placement, Topology.flat(ranks), switched, search)
 
 
 def assert_changes_are_legal(decision: Plan, experts: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from eplb_core.cost.curve import CostCurve
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
-from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.dealing import default_tables
 from eplb_core.planner.decide import plan
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.settings import PlannerSettings
@@ -28,7 +28,7 @@ def decided(tokens: int, device: str = "Ascend910B3", **settings: object) -> Pla
     heat_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=tokens, top_k=2, seed=1)
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
     chosen = PlannerSettings(move_price=0.0, threads=1, **settings)
-    tables_RLE = first_tables(placement, chosen.split, chosen.deal_width)
+    tables_RLE = default_tables(placement, chosen.split, chosen.deal_width)
     topology = replace(Topology.flat(RANKS), bytes_per_expert=EXPERT_BYTES, device=device)
     return plan(Window(heat_TLE), placement, tables_RLE, topology, chosen)
 
@@ -64,5 +64,7 @@ def test_a_long_prefill_in_every_tenth_step_makes_balancing_pay() -> None:
     placement = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
     chosen = PlannerSettings(move_price=0.0, threads=1)
     topology = replace(Topology.flat(RANKS), bytes_per_expert=EXPERT_BYTES, device="Ascend910B3")
-    decision = plan(Window(mixed_TLE), placement, first_tables(placement, chosen.split, 1), topology, chosen)
+    decision = plan(
+        Window(mixed_TLE), placement, default_tables(placement, chosen.split, 1), topology, chosen
+    )
     assert not any("weight reads" in verdict.reason for verdict in decision.verdicts)

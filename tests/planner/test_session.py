@@ -13,7 +13,7 @@ from eplb_core.planner.counterfactual import TimePrice
 from eplb_core.planner.forecast import Forecasts
 from eplb_core.planner.pace import Pace
 from eplb_core.planner.plan import Outlook, Promise
-from eplb_core.planner.score import Gain, KnownSplit
+from eplb_core.planner.score import Gain, WindowSplit
 from eplb_core.planner.session import DecisionSession, steps_paying
 from eplb_core.solver.model import Recommendation
 from tests.control.core.story import Story
@@ -71,7 +71,7 @@ def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit_on() -> None
     assert is_alarmed(serving(done, 4, 1.8))
 
 
-SPLIT = KnownSplit.of(np.ones((1, LAYERS, EXPERTS)), LIVE.placement, LIVE.log2phy_RLE, None, "tables")
+SPLIT = WindowSplit.of(np.ones((1, LAYERS, EXPERTS)), LIVE.placement, LIVE.log2phy_RLE, None, "tables")
 
 
 def test_a_plan_in_progress_is_tested_with_the_placement_that_it_leads_to() -> None:

@@ -8,7 +8,7 @@ import pytest
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
 from eplb_core.planner.decide import plan
-from eplb_core.planner.holdout import HeldOut, Parts, paying
+from eplb_core.planner.holdout import HoldOutResult, Parts, paying
 from eplb_core.planner.score import noise_floor, sampling_floor, split_steps
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -120,10 +120,10 @@ def test_a_window_of_few_steps_is_split_token_by_token() -> None:
 
 
 def test_layers_pay_individually_or_together() -> None:
-    sure = HeldOut(np.full(64, 0.2), 0.01, 0.0)
-    unsure = HeldOut(np.full(64, 0.05), 0.02, 0.0)
+    sure = HoldOutResult(np.full(64, 0.2), 0.01, 0.0)
+    unsure = HoldOutResult(np.full(64, 0.05), 0.02, 0.0)
     losing = None
-    losing = HeldOut(np.full(64, -0.05), 0.02, 0.0)
+    losing = HoldOutResult(np.full(64, -0.05), 0.02, 0.0)
     costs = dict.fromkeys(range(12), 0.0)
     assert paying({0: sure}, costs, 0.01) == {0}
     assert paying({0: unsure}, costs, 0.01) == set()

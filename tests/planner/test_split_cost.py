@@ -13,7 +13,7 @@ from eplb_core.placement import Placement
 from eplb_core.planner.decide import plan
 from eplb_core.planner.plan import Plan
 from eplb_core.planner.price import SplitCost
-from eplb_core.planner.score import _stepwise_tokens, split_us
+from eplb_core.planner.score import _stepwise_tokens, slowest_rank_us
 from eplb_core.planner.settings import PlannerSettings, SettingsError
 from eplb_core.planner.topology import Topology
 from eplb_core.solver.model import SearchOptions
@@ -56,17 +56,17 @@ def slow_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> lis
 
 @pytest.mark.parametrize("heat_TLE", [HEAT, SMALL])
 def test_times_match_the_slow_twin_under_the_best_split_of_each_step(heat_TLE: np.ndarray) -> None:
-    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    actual_TL = slowest_rank_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
     np.testing.assert_allclose(actual_TL, slow_us(heat_TLE, FIRST, H200))
 
 
 def test_a_layer_without_tokens_takes_no_time_and_steps_stay_separate() -> None:
     heat_TLE = np.concatenate([HEAT, SMALL])
     heat_TLE[7, 1] = 0
-    actual_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    actual_TL = slowest_rank_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
     assert np.argwhere(np.isnan(actual_TL)).tolist() == [[7, 1]]
     for step in (0, 31, 32, 33, 79):
-        alone = split_us(heat_TLE[step, None], FIRST, FIRST.default_log2phy(), None, "step", H200)
+        alone = slowest_rank_us(heat_TLE[step, None], FIRST, FIRST.default_log2phy(), None, "step", H200)
         np.testing.assert_array_equal(actual_TL[step], alone[0])
 
 
@@ -89,7 +89,7 @@ def test_a_curve_only_rejects_placements_and_never_changes_them() -> None:
     for layer in changed:
         np.testing.assert_array_equal(timed.phy2log[layer], by_tokens.phy2log[layer])
     assert timed.ms_after < timed.ms_before
-    us_TL = split_us(HEAT, Placement(timed.phy2log, EXPERTS), timed.log2phy, None, "step", H200)
+    us_TL = slowest_rank_us(HEAT, Placement(timed.phy2log, EXPERTS), timed.log2phy, None, "step", H200)
     assert timed.ms_after == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
 
 

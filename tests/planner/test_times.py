@@ -11,11 +11,11 @@ import pytest
 from eplb_core.cost.curve import CostCurve, write_curves
 from eplb_core.heat.window import Window
 from eplb_core.placement import Placement
-from eplb_core.planner.dealing import first_tables
+from eplb_core.planner.dealing import default_tables
 from eplb_core.planner.decide import plan
 from eplb_core.planner.holdout import Parts, held_out
 from eplb_core.planner.plan import Plan
-from eplb_core.planner.score import drawn_par, split_us
+from eplb_core.planner.score import drawn_par, slowest_rank_us
 from eplb_core.planner.settings import PlannerSettings, SettingsError, planner_settings
 from eplb_core.planner.topology import Topology
 from eplb_service.io.synthetic import synthetic_heat
@@ -33,7 +33,7 @@ SETTINGS = PlannerSettings(threads=1, min_gain=0.0, move_price=0.0)
 
 
 def decided(heat_TLE: np.ndarray, settings: PlannerSettings, *, hold_out: bool = True) -> Plan:
-    tables_RLE = first_tables(INITIAL, settings.split, settings.deal_width)
+    tables_RLE = default_tables(INITIAL, settings.split, settings.deal_width)
     flat = Topology.flat(RANKS)
     return plan(Window(heat_TLE), INITIAL, tables_RLE, flat, settings, hold_out=hold_out)
 
@@ -86,11 +86,11 @@ def test_no_change_makes_the_window_slower_and_none_differs_from_balanced_tokens
     for change in by_time.layers:
         np.testing.assert_array_equal(change.phy2log_RS, by_tokens[change.layer].phy2log_RS)
         layer_K = np.array([change.layer])
-        tables_RLE = first_tables(INITIAL, split, settings.deal_width)
+        tables_RLE = default_tables(INITIAL, split, settings.deal_width)
         before = Placement(INITIAL.phy2log_LRS[layer_K], 32), tables_RLE[:, layer_K]
         after = Placement(change.phy2log_RS[None], 32), change.log2phy_RE[:, None]
         before_us, after_us = (
-            split_us(heat_TLE, *layout, None, split, H200, layer_K=layer_K).mean()
+            slowest_rank_us(heat_TLE, *layout, None, split, H200, layer_K=layer_K).mean()
             for layout in (before, after)
         )
         assert after_us < before_us

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_core.heat.window import Window, checked_heat
 from eplb_core.placement import Placement, apply_layers, par
-from eplb_core.planner.decide import plan, plan_afresh
+from eplb_core.planner.decide import plan, plan_from_scratch
 from eplb_core.planner.score import noise_floor, sampling_floor, split_steps
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
@@ -69,7 +69,7 @@ def test_hindsight_is_fitted_to_the_scored_steps_and_no_policy_beats_it():
     [baseline] = result.baselines
     for row, step in enumerate((40, 70, 100)):
         window = Window(HEAT_TLE[step : step + 30])
-        fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
+        fitted = plan_from_scratch(window, LINEAR, Topology.flat(4), PlannerSettings())
         placement, log2phy_RLE = apply_layers(LINEAR, LINEAR.default_log2phy(), fitted.changes())
         expected_L = par(whole_loads(window.heat_TLE, placement, log2phy_RLE, first_step=step))
         assert baseline.rows("hindsight_L")[row] == pytest.approx(expected_L)

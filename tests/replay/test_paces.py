@@ -8,7 +8,7 @@ import pytest
 from eplb_core.cost.curve import CostCurve
 from eplb_core.heat.window import Window, checked_heat
 from eplb_core.placement import Placement, apply_layers, par
-from eplb_core.planner.decide import plan_afresh
+from eplb_core.planner.decide import plan_from_scratch
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
 from eplb_service.io.synthetic import synthetic_heat
@@ -50,7 +50,7 @@ def at_fixed_intervals(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndar
     """Place from scratch on the whole window at every interval."""
     placement = Placement(phy2log_LRS, EXPERTS)
     settings = PlannerSettings(threads=1)
-    decision = plan_afresh(Window(heat_TLE), placement, Topology.flat(len(phy2log_LRS[0])), settings)
+    decision = plan_from_scratch(Window(heat_TLE), placement, Topology.flat(len(phy2log_LRS[0])), settings)
     return apply_layers(placement, placement.default_log2phy(), decision.changes())[0].phy2log_LRS
 
 

@@ -16,7 +16,7 @@ from eplb_core.planner.decision import DecisionInputs
 from eplb_core.planner.plan import Outlook, Plan
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.deciding import decider
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 from eplb_service.replay import loop
 from eplb_service.replay.costs import Costs
@@ -140,7 +140,7 @@ async def test_a_replay_decides_at_the_same_steps_with_the_same_plans_as_the_ser
         service_settings = settings(
             window_steps=WINDOW, decision_interval=FIRST, report_steps=1, cpu_share=0.02, move_price=0.05
         )
-        async with running_service(service_settings) as service, FakeGroup(service.address) as group:
+        async with run_service(service_settings) as service, FakeGroup(service.address) as group:
             await service.warm
             await group.join()
             await until(lambda: service.plane.deployments["decode"].live is not None)

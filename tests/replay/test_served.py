@@ -6,7 +6,7 @@ import pytest
 from eplb_core.placement import Placement, par
 from eplb_core.planner.plan import Layout
 from eplb_core.planner.price import SplitCost
-from eplb_core.planner.score import split_loads, split_us
+from eplb_core.planner.score import slowest_rank_us, split_loads
 from eplb_core.planner.settings import PlannerSettings
 from eplb_service.io.native import TraceWriter
 from eplb_service.io.open_trace import open_trace
@@ -121,7 +121,7 @@ def test_the_time_of_a_stepwise_split_includes_its_own_cost(recorded):
     jobs = jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings, hindsight=False)
     result = replay(trace, jobs, scene_for(RANKS, costs))
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
-    us_TL = split_us(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "step", H200)
+    us_TL = slowest_rank_us(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "step", H200)
     [by_step] = result.policies
     assert by_step.moe_ms == pytest.approx((us_TL + costs.split.us).mean(axis=0).sum() / 1e3)
     assert result.score(by_step).moe_ms_left_alone == pytest.approx(by_step.moe_ms)

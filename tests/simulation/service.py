@@ -15,13 +15,13 @@ from unittest.mock import patch
 from eplb_core.wire.agent import CallOff
 from eplb_core.wire.fields import WireError
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.core.errors import RejectedError
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import agents, service, store, store_file
 from eplb_service.control.server.access import gate
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.deciding import decider, snapshot
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 from eplb_service.control.server.outgoing import streams
 from eplb_service.control.server.plane import control_plane, deployments
 from eplb_service.control.server.settings import ServiceSettings
@@ -170,7 +170,7 @@ class Service(control_plane.ControlPlane):
         gate.CALLER.set(gate.Caller(gate._ANYONE, "a host"))
         try:
             await self._agents.Connect(None, call)
-        except (StatusError, RefusedError, WireError) as error:
+        except (CallError, RejectedError, WireError) as error:
             self.process.scheduler.note(NAME, f"a stream ends: {error}")
         finally:
             call.end()

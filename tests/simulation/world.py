@@ -176,7 +176,7 @@ class World:
         before = self._plans()
         self._until(healed + self.bound, lambda: self._plans() > before)
         if self._plans() == before and self.bound and not self.breaches:
-            reasons = {rank: agent.halted or agent.unheard for rank, agent in self.engine.agents.items()}
+            reasons = {rank: agent.halted or agent.votes_lost for rank, agent in self.engine.agents.items()}
             self.breach(f"no plan was carried out within {self.bound:g} s after the last fault: {reasons}")
         if self.service is not None:
             self.plans_done += self.service.done
@@ -252,7 +252,7 @@ class World:
     def _gathers_heat(self) -> bool:
         """Return whether the next plan waits for steps of heat."""
         deployment = self.service and self.service.deployments.get(DEPLOYMENT)
-        heard = all(agent.unheard is None for agent in self.engine.agents.values())
+        heard = all(agent.votes_lost is None for agent in self.engine.agents.values())
         return heard and (deployment is None or deployment.plan is None)
 
     def drawn_heat(self) -> npt.NDArray[np.int32]:

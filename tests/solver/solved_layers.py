@@ -44,15 +44,15 @@ def solve(
 
 def assert_servable(answer: LayerResult, deployed_RS: np.ndarray, experts: int) -> None:
     """Check that a result is a valid layout, leaves experts in their slots, and counts its moves."""
-    placed_RS = answer.found.phy2log_RS
+    placed_RS = answer.candidate.phy2log_RS
     check_layer(placed_RS, experts)
     assert np.bincount(placed_RS.ravel(), minlength=experts).max() <= len(placed_RS)
-    for table_E in answer.found.log2phy_GE:
+    for table_E in answer.candidate.log2phy_GE:
         check_log2phy(table_E, placed_RS)
-    assert answer.found.moves == np.count_nonzero(placed_RS != deployed_RS)
+    assert answer.candidate.moves == np.count_nonzero(placed_RS != deployed_RS)
     for before_S, after_S in zip(deployed_RS.tolist(), placed_RS.tolist(), strict=True):
         assert all(after_S[before_S.index(expert)] == expert for expert in set(before_S) & set(after_S))
-    assert min(answer.par_before, answer.found.par) >= 1 - 1e-4
+    assert min(answer.par_before, answer.candidate.par) >= 1 - 1e-4
     if answer.taken == KEEP:
-        assert answer.found.moves == 0
-        assert answer.found.par == answer.par_before
+        assert answer.candidate.moves == 0
+        assert answer.candidate.par == answer.par_before

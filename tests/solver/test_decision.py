@@ -36,28 +36,30 @@ def test_results_are_valid_layouts(
     deployed, (answer,) = solve(case, search, unplaced=not warm, share_GE=share_GE)
     assert_servable(answer, deployed.phy2log_LRS[0], case.experts)
     if warm:
-        assert answer.found.par <= answer.par_before
+        assert answer.candidate.par <= answer.par_before
     else:
         assert answer.taken == FRESH
     if not case.heat_NE.any():
-        assert answer.found.par == 1.0
+        assert answer.candidate.par == 1.0
         assert answer.taken == (KEEP if warm else FRESH)
     elif not case.heat_NE[:, 1:].any():
         # At most all ranks share the one hot expert.
         holders = min(case.ranks, case.ranks * case.slots - case.experts + 1)
-        assert answer.found.par >= case.ranks / holders - 1e-4
+        assert answer.candidate.par >= case.ranks / holders - 1e-4
     scaled_EN, share_N = heat.normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
-    share_RS = heat.even_shares(answer.found.phy2log_RS)
+    share_RS = heat.even_shares(answer.candidate.phy2log_RS)
     if tables != EVEN:
-        share_RS = slow_tables.slot_shares(answer.found.phy2log_RS, answer.found.log2phy_GE, share_GE)
-    promised = heat.mean_of_max(scaled_EN, share_N, answer.found.phy2log_RS, share_RS)
-    assert answer.found.par == pytest.approx(promised, rel=1e-4)
+        share_RS = slow_tables.slot_shares(answer.candidate.phy2log_RS, answer.candidate.log2phy_GE, share_GE)
+    promised = heat.mean_of_max(scaled_EN, share_N, answer.candidate.phy2log_RS, share_RS)
+    assert answer.candidate.par == pytest.approx(promised, rel=1e-4)
 
 
 def test_a_move_price_reduces_moves() -> None:
     heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.linspace(1, 1.1, 6)[:, None]
     moves = [
-        solve(Case(8, 5, heat_NE), SEARCH._replace(move_price=40 * price), unplaced=False)[1][0].found.moves
+        solve(Case(8, 5, heat_NE), SEARCH._replace(move_price=40 * price), unplaced=False)[1][
+            0
+        ].candidate.moves
         for price in (0.0, 0.01, 1.0)
     ]
     assert moves[0] >= moves[1] >= moves[2] == 0
@@ -67,7 +69,7 @@ def test_a_move_price_reduces_moves() -> None:
 def test_no_layer_changes_for_less_than_the_smallest_gain() -> None:
     heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.ones((6, 1))
     _, (free,) = solve(Case(8, 5, heat_NE), unplaced=False)
-    won = free.par_before - free.found.par
+    won = free.par_before - free.candidate.par
     assert won > 0.1
     _, (held,) = solve(Case(8, 5, heat_NE), unplaced=False, min_gain=free.par_before - 1.0)
     assert held.taken == KEEP

@@ -56,7 +56,7 @@ def solved(
 def assert_same(first: LayerResult, second: LayerResult) -> None:
     for name in ("taken", "half_life", "par_before"):
         assert getattr(first, name) == getattr(second, name)
-    for first_value, second_value in zip(first.found, second.found, strict=True):
+    for first_value, second_value in zip(first.candidate, second.candidate, strict=True):
         np.testing.assert_array_equal(first_value, second_value)
 
 
@@ -133,7 +133,7 @@ def solve_grouped(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, m
 
 
 def installed(deployed: LayerLayout, answer) -> LayerLayout:
-    layout = answer.found
+    layout = answer.candidate
     home_ER = homes(layout.phy2log_RS, deployed.share_GE.shape[1])
     return deployed._replace(phy2log_RS=layout.phy2log_RS, log2phy_GE=layout.log2phy_GE, home_ER=home_ER)
 
@@ -184,8 +184,10 @@ def test_groups_stay_together_and_change_nodes_only_for_a_gain(given_, tables: i
     assert all(len(homes) == 1 for homes in homes_of_groups(after, groups))
     if homes_of_groups(after, groups) != homes_of_groups(placed, groups):
         assert answer.taken == FRESH
-        assert answer.found.par + price / placed.phy2log_RS.size * answer.found.moves < answer.par_before
-    assert answer.found.par <= answer.par_before
+        assert (
+            answer.candidate.par + price / placed.phy2log_RS.size * answer.candidate.moves < answer.par_before
+        )
+    assert answer.candidate.par <= answer.par_before
     assert_servable(answer, placed.phy2log_RS, experts)
     if answer.taken == KEEP:
         np.testing.assert_array_equal(after.log2phy_GE, placed.log2phy_GE)
@@ -208,7 +210,7 @@ def test_hot_groups_that_meet_on_one_node_are_separated_again() -> None:
     after = installed(placed, answer)
     assert together
     assert homes_of_groups(after, 4)[0] != homes_of_groups(after, 4)[1]
-    assert answer.found.par < 1.1 < answer.par_before
+    assert answer.candidate.par < 1.1 < answer.par_before
 
 
 def test_groups_spread_over_nodes_are_placed_from_scratch() -> None:
@@ -235,4 +237,4 @@ def test_a_cool_node_is_not_changed_without_a_gain(moved_price: float) -> None:
     # On node 0, one hot expert fills a whole rank, which no move can improve. Node 1 is uneven but far cooler.
     heat_NE = np.tile([100.0, 1, 1, 1, 4, 4, 1, 1], (6, 1))
     answer = solve_grouped(placed, heat_NE, 2, move_price=moved_price)
-    np.testing.assert_array_equal(answer.found.phy2log_RS[2:], placed.phy2log_RS[2:])
+    np.testing.assert_array_equal(answer.candidate.phy2log_RS[2:], placed.phy2log_RS[2:])

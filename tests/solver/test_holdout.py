@@ -227,7 +227,7 @@ def test_annealing_is_skipped_if_its_gain_does_not_carry_over_between_halves() -
             annealing_tries=8000 * persists, options=SearchOptions(holdout=False)
         )
         annealed_RS, expected_RS = (
-            module.solve_layer(heat_NE, deployed, chosen, np.array([np.inf]), 0.0, True).found.phy2log_RS
+            module.solve_layer(heat_NE, deployed, chosen, np.array([np.inf]), 0.0, True).candidate.phy2log_RS
             for chosen in (annealing, without_holdout)
         )
         np.testing.assert_array_equal(annealed_RS, expected_RS)
@@ -242,7 +242,7 @@ def test_a_recommendation_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_holdout", None)
     second = module.solve_layer(*seen, np.array([np.inf]), 0.0, False, first.recommendation)
     assert (first.taken, second.taken, second.recommendation) == (LOCAL, LOCAL, None)
-    np.testing.assert_array_equal(first.found.phy2log_RS, second.found.phy2log_RS)
+    np.testing.assert_array_equal(first.candidate.phy2log_RS, second.candidate.phy2log_RS)
     assert first.optimism == second.optimism
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from eplb_core.solver.model import heat_of
 from eplb_core.solver.stepwise import (
     level,
-    levels_of_episodes,
     loads_by_step,
+    optimal_peaks,
     replicas_in,
     slots_by_step,
     split_evenly,
@@ -60,7 +60,7 @@ def test_each_episode_has_its_optimal_level() -> None:
     phy2log_RS = random_placement(5, 3, 9, generator)
     heat = heat_of(np.vstack([generator.integers(1, 90, (3, 9)), np.zeros((1, 9))]), 5)
     expected = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
-    np.testing.assert_allclose(levels_of_episodes(phy2log_RS, heat.scaled_EN), expected, atol=1e-5)
+    np.testing.assert_allclose(optimal_peaks(phy2log_RS, heat.scaled_EN), expected, atol=1e-5)
 
 
 def test_the_known_example_reaches_the_mean_load() -> None:

@@ -17,7 +17,7 @@ from eplb_core.solver.model import SOLVED, Candidate, Layer, SearchParams
 from eplb_core.solver.swaps import MIN_RELIEF
 from eplb_core.solver.tables import (
     fixed_rule,
-    rehoused,
+    follow_slots,
     slot_shares,
     slots_by_expert,
     solve_tables,
@@ -199,7 +199,7 @@ def test_tables_follow_replicas_into_other_slots(scene: Sources) -> None:
     case = scene.layer.case
     deployed_RS = random_placement(case.ranks, case.slots, case.experts, scene.layer.generator)
     kept_RS, _ = keep_slots(scene.phy2log_RS, deployed_RS)
-    result_GE = rehoused(scene.rule_GE, kept_RS)
+    result_GE = follow_slots(scene.rule_GE, kept_RS)
     np.testing.assert_array_equal(result_GE // case.slots, scene.rule_GE // case.slots)
     for table_E in result_GE:
         check_log2phy(table_E, kept_RS)

@@ -166,7 +166,7 @@ class State:
             m.generation - generation,
             m.lane - lane,
             m.halted is not None,
-            m.unheard is not None,
+            m.votes_lost is not None,
             0 if m.plan is None else m.plan.plan_id,
             m.index,
             m.abort_wish is not None,

@@ -154,7 +154,7 @@ MUTANTS: dict[tuple[int, Faults], dict[str, Methods]] = {
         "ReturnsToAnOldLane": {"reformed": lambda m, *to: replace(SwitchState.reformed(m, *to), lane=m.lane)}
     },
     (LATE, Faults(losses=1)): {
-        "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, unheard=why), ())}
+        "KeepsItsPlanWithoutVotes": {"lose_votes": lambda m, why: (replace(m, votes_lost=why), ())}
     },
     (RIVALS, Faults()): {
         "IgnoresOtherPlans": _meaning(

@@ -57,7 +57,7 @@ def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
             raise UnsupportedEngineError(subject, reason, remedy)
 
 
-def refuse_cut_models(vllm_config: Any) -> None:
+def refuse_split_models(vllm_config: Any) -> None:
     """Refuse options that split the model in a way that prevents its experts from being moved.
 
     Parameters

@@ -20,7 +20,7 @@ from worker_agent.adapters.unmoved import SharedValues, refuse_unlike_ranks, ref
 from worker_agent.agent import Agent
 from worker_agent.device import host_view
 from worker_agent.live_layer import ExpertWeights
-from worker_agent.settings import AgentSettings, misspelt
+from worker_agent.settings import AgentSettings, misspelt_settings
 
 __all__ = [
     "RING_ROWS",
@@ -31,9 +31,9 @@ __all__ = [
     "log",
     "make_hook",
     "move_and_back",
-    "noting_batches",
     "refuse_unmoved",
     "warn_of_ignored_settings",
+    "wrap_execute_model",
 ]
 
 log = logging.getLogger("eplb.agent")
@@ -325,7 +325,7 @@ class EngineHost:
             Expert computation of each layer, or ``None`` for a layer whose experts cannot be run in isolation.
         """
         settings = AgentSettings()
-        for complaint in misspelt(os.environ):
+        for complaint in misspelt_settings(os.environ):
             log.warning("%s", complaint)
         refuse_unlike_ranks(shared_values or {}, group)
         for layer in layers:
@@ -458,7 +458,7 @@ def make_hook(
     return hook
 
 
-def noting_batches(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
+def wrap_execute_model(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
     """Wrap an engine's ``execute_model`` so that its owner's host, if there is one, stores each batch first."""
 
     @wraps(execute_model)

@@ -95,7 +95,7 @@ def _is_requested() -> bool:
 def _warn_of_misspelt_names() -> None:
     """Log misspelt agent settings, because no agent will start and report them."""
     if any(name.upper().startswith("EPLB_AGENT") for name in os.environ):
-        from worker_agent.settings import misspelt
+        from worker_agent.settings import misspelt_settings
 
-        for complaint in misspelt(os.environ):
+        for complaint in misspelt_settings(os.environ):
             _log.warning("eplb-agent does nothing because EPLB_AGENT_SERVICE is not set: %s", complaint)

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
-from worker_agent.settings import AgentSettings, misspelt
+from worker_agent.settings import AgentSettings, misspelt_settings
 
 _MAX_SECONDS = 180.0
 """Time limit for all ranks to start, form a group and complete the round trip."""
@@ -208,7 +208,7 @@ def environment() -> Iterator[Finding]:
         with suppress(metadata.PackageNotFoundError):
             versions.append(f"{distribution} {metadata.version(distribution)}")
     yield Finding("versions", OK, ", ".join(versions))
-    for complaint in misspelt(os.environ):
+    for complaint in misspelt_settings(os.environ):
         yield Finding("variables", FAILED, complaint)
     settings = None
     try:

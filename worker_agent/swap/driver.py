@@ -170,7 +170,7 @@ class SwitchDriver:
 
     # Methods called at each step boundary, in this order
 
-    def take_events(self, step: int, orders: Sequence[Order]) -> None:
+    def process_events(self, step: int, orders: Sequence[Order]) -> None:
         """Process all events since the last step boundary, except for votes.
 
         Parameters
@@ -231,7 +231,7 @@ class SwitchDriver:
         if ballot_due is not None:
             self._cast_vote(*ballot_due)
 
-    def see_term(self, term: int) -> None:
+    def record_term(self, term: int) -> None:
         """Record the leader term of the connected service."""
         self.state = self.state.with_term(term)
 

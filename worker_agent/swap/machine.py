@@ -316,7 +316,7 @@ class SwitchState:
         Highest leader term received so far. Plans with lower terms are rejected.
     paused
         Reason to reject all plans until ``resumed``, or ``None``.
-    unheard
+    votes_lost
         Reason why the ranks are not voting, or ``None``. All plans are rejected until voting resumes.
     halted
         Reason to reject all plans permanently, because the ranks have diverged; otherwise ``None``.
@@ -336,7 +336,7 @@ class SwitchState:
     transfer_runs: bool = False
     highest_term: int = 0
     paused: str | None = None
-    unheard: str | None = None
+    votes_lost: str | None = None
     halted: str | None = None
 
     @property
@@ -409,7 +409,7 @@ class SwitchState:
         lane
             Highest lane number on any rank.
         """
-        return replace(self, unheard=None, generation=generation, lane=lane + 1)
+        return replace(self, votes_lost=None, generation=generation, lane=lane + 1)
 
     # Events with actions
 
@@ -440,7 +440,7 @@ class SwitchState:
             )
             return accepted, (PlanStatus(plan.plan_id, PlanState.ACCEPTED, plan.layers[0].layer),)
         after = self
-        if (self.halted is self.paused is self.unheard is None) and plan.leader_term >= self.highest_term:
+        if (self.halted is self.paused is self.votes_lost is None) and plan.leader_term >= self.highest_term:
             # A new plan from the service supersedes the earlier one.
             after = self._with_abort_wish(f"the service has replaced it with plan {plan.plan_id}")
         return after, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
@@ -455,7 +455,7 @@ class SwitchState:
     def lose_votes(self, reason: str) -> Transition:
         """Drop the plan, and reject all plans until voting resumes."""
         dropped, actions = self._drop(reason)
-        return replace(dropped, unheard=reason), actions
+        return replace(dropped, votes_lost=reason), actions
 
     def decide(self, outcome: VoteOutcome) -> Transition:
         """Act on the outcome of a vote, as every other rank does at this step."""
@@ -492,8 +492,8 @@ class SwitchState:
             return f"this rank has halted: {self.halted}"
         if self.paused is not None:
             return f"balancing is paused on this rank: {self.paused}"
-        if self.unheard is not None:
-            return f"the ranks are not voting: {self.unheard}"
+        if self.votes_lost is not None:
+            return f"the ranks are not voting: {self.votes_lost}"
         if plan.leader_term < self.highest_term:
             return (
                 f"leader term {plan.leader_term} is older than {self.highest_term}, the newest on this rank"

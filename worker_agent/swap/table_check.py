@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_core.placement import expert_map
-from worker_agent.device import Mark, host_empty
+from worker_agent.device import Mark, empty_on_host
 from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
@@ -102,4 +102,4 @@ class TableCheck:
 
 def _to_host(table: torch.Tensor) -> torch.Tensor:
     """Queue a copy of a table to the host, and return the host tensor."""
-    return host_empty(tuple(table.shape), table.dtype, table.device).copy_(table, non_blocking=True)
+    return empty_on_host(tuple(table.shape), table.dtype, table.device).copy_(table, non_blocking=True)

@@ -1,7 +1,7 @@
 """One deployment as a state machine: calls in, events out. It uses no clock, sockets or threads.
 
 The ranks are authoritative for their layout, so this state is derived from their messages. Events accumulate until
-``take_events`` is called, and none is lost if a call raises a rejection.
+``process_events`` is called, and none is lost if a call raises a rejection.
 
 Only the methods of ``Deployment`` change its state. Other modules read its fields.
 """
@@ -23,9 +23,9 @@ from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_core.wire.heat import HeatReport
 from eplb_service.control.core.deployed_layout import DeployedLayout
-from eplb_service.control.core.errors import ConflictError, RefusedError
+from eplb_service.control.core.errors import ConflictError, RejectedError
 from eplb_service.control.core.flow import LATE_SECONDS, LateRanks, Limits, Shedding, Stall
-from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
+from eplb_service.control.core.group import AssembledLayout, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 
@@ -153,13 +153,13 @@ class Deployment:
         Service-wide problems, which affect all deployments.
     session
         State of the decisions for the current group.
-    first_layout
+    stored_initial_layout
         Group id and initial layout of the current group or an earlier one; ``None`` before the first group. It is
         restored when the service restarts.
     switch_log
         Durations of switches, as measured by the ranks of the current group.
     events
-        Events since the last call to ``take_events``.
+        Events since the last call to ``process_events``.
     """
 
     name: str
@@ -176,17 +176,17 @@ class Deployment:
     attendance: Attendance = field(default_factory=Attendance)
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
-    without_heat: Stall = field(default_factory=Stall)
-    without_decision: Stall = field(default_factory=Stall)
+    heat_stall: Stall = field(default_factory=Stall)
+    decision_stall: Stall = field(default_factory=Stall)
     shedding: Shedding = field(default_factory=Shedding)
     late: LateRanks = field(default_factory=LateRanks)
     service_problems: tuple[str, ...] = ()
     session: DecisionSession = field(default_factory=DecisionSession)
-    first_layout: tuple[str, Layout] | None = None
+    stored_initial_layout: tuple[str, Layout] | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
     events: list[Event] = field(default_factory=list)
 
-    def take_events(self) -> list[Event]:
+    def process_events(self) -> list[Event]:
         """Return the events since the last call, in order, and clear them."""
         events = self.events
         self.events = []
@@ -206,11 +206,11 @@ class Deployment:
         return self.group.live if self.group else None
 
     @property
-    def found(self) -> Layout | None:
+    def initial_layout(self) -> Layout | None:
         """Initial layout of the current group, which is the baseline of all gains; ``None`` if it is unknown."""
-        if self.group is None or self.first_layout is None:
+        if self.group is None or self.stored_initial_layout is None:
             return None
-        group_id, layout = self.first_layout
+        group_id, layout = self.stored_initial_layout
         return layout if self.group.group_id == group_id else None
 
     @property
@@ -304,7 +304,7 @@ class Deployment:
         if not due and late_ranks:
             complete_steps = self.assembled - self.session.decided_at
             enough_complete = interval <= _STEPS_PER_COMPLETE_STEP * complete_steps
-            due = self.without_decision.steps >= interval and enough_complete
+            due = self.decision_stall.steps >= interval and enough_complete
         return due and self.obstacle() is None
 
     # Commands from the service and its operators
@@ -329,9 +329,9 @@ class Deployment:
         self.totals = totals
         self.known = True
 
-    def restore_first_layout(self, first_layout: tuple[str, Layout] | None) -> None:
+    def restore_initial_layout(self, initial_layout: tuple[str, Layout] | None) -> None:
         """Restore the group id and initial layout of the last stored group; ``None`` if no group was stored."""
-        self.first_layout = first_layout
+        self.stored_initial_layout = initial_layout
 
     def set_paused(self, paused: bool) -> None:
         """Pause or resume planning."""
@@ -347,10 +347,10 @@ class Deployment:
 
     # Connections
 
-    def hello(self, hello: Hello, assembled: Assembled | None = None) -> None:
+    def hello(self, hello: Hello, assembled: AssembledLayout | None = None) -> None:
         """Connect a rank.
 
-        Raises ``RefusedError`` if the rank does not fit the group.
+        Raises ``RejectedError`` if the rank does not fit the group.
 
         Parameters
         ----------
@@ -364,7 +364,7 @@ class Deployment:
             layout_before = self.live
             self._follow_plan(hello.rank, hello.version)
             self.group = self._current_group.with_hello(hello, assembled)
-        except RefusedError as error:
+        except RejectedError as error:
             self.attendance = self.attendance.with_rejection(hello.rank, str(error))
             raise
         self.attendance = self.attendance.without_rejection(hello.rank)
@@ -374,8 +374,8 @@ class Deployment:
             self._interrupt_plan("the ranks changed their layout while they were disconnected")
         elif layout is not layout_before:
             self._expect_heat_of(layout)
-            if self.found is None:
-                self.first_layout = hello.group_id, layout.serving
+            if self.initial_layout is None:
+                self.stored_initial_layout = hello.group_id, layout.serving
             self.known = True
             self.events.append(layout)
 
@@ -437,13 +437,13 @@ class Deployment:
         """Process a rank's heat report.
 
         Returns the number of steps that the report completed and the number of steps that are lost because of it. The
-        completed steps remain pending until ``put_together`` is called.
+        completed steps remain pending until ``assemble_steps`` is called.
         """
         if self.heat is None:
             return StepCounts(0, 0)
         step = max(self._current_group.members[rank].step, report.first_step + report.steps)
         self._update_member(rank, step=step, dropped_steps=report.dropped_steps)
-        while self.put_together():
+        while self.assemble_steps():
             # Steps that are still pending would enter the window without being tested for a change.
             pass
         gained = self.heat.take(rank, report)
@@ -451,7 +451,7 @@ class Deployment:
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
-    def put_together(self, max_steps: int | None = None) -> bool:
+    def assemble_steps(self, max_steps: int | None = None) -> bool:
         """Move complete steps into the window one by one. Return True if more are pending.
 
         This stops early once a decision is due, so that the decision uses the same steps no matter how many arrive
@@ -466,7 +466,7 @@ class Deployment:
             return False
         for _ in range(self.heat.waiting if max_steps is None else max_steps):
             assembled_before = self.heat.assembled
-            self.heat.put_together(1)
+            self.heat.assemble_steps(1)
             if self.session.pace is not None and self.live is not None:
                 par_TL = self._tested_par(self.heat, self.live, assembled_before)
                 while len(par_TL):
@@ -523,7 +523,7 @@ class Deployment:
     def call_off(self, reason: str, now: float) -> None:
         """Call off the plan in progress. The caller is responsible for sending the call-off to the ranks."""
         assert self.plan is not None
-        self.plan = self.plan.calling_off(reason, now)
+        self.plan = self.plan.with_call_off(reason, now)
 
     def begin_first_plan(self, problem: str = "") -> None:
         """Begin the first plan from a prior, or record the ``problem`` that prevents it.
@@ -595,7 +595,7 @@ class Deployment:
 
     def _replace_group(self, hello: Hello) -> None:
         """Start a new group if there is none, or if the rank's group replaces the current one."""
-        if self.group is not None and not self.group.is_replaced_by(hello, self.attendance.forming_overdue):
+        if self.group is not None and not self.group.is_replaced_by(hello, self.attendance.is_overdue):
             return
         self._interrupt_plan("the ranks have formed a new group")
         self.group = Group(hello.group_id, hello.shape)
@@ -603,9 +603,9 @@ class Deployment:
         self.ended_plan = None
         self.planned_par.clear()
         self.plan_problems.clear()
-        self.attendance = Attendance(departed_since=self.attendance.departed_since)
-        self.without_heat = Stall()
-        self.without_decision = Stall()
+        self.attendance = Attendance(empty_since=self.attendance.empty_since)
+        self.heat_stall = Stall()
+        self.decision_stall = Stall()
         self.shedding = Shedding()
         self.late = LateRanks()
         self.session = DecisionSession()
@@ -617,8 +617,8 @@ class Deployment:
         step = self._furthest_step
         completed = self.heat.pending.completed if self.heat is not None and members else None
         decided_at = self.session.decided_at if self.live is not None else None
-        self.without_heat = self.without_heat.after(now, step, completed)
-        self.without_decision = self.without_decision.after(now, step, decided_at)
+        self.heat_stall = self.heat_stall.after(now, step, completed)
+        self.decision_stall = self.decision_stall.after(now, step, decided_at)
         self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in members})
         self._update_late_ranks(now, step)
         waiting = self.group is not None and self.group.live is None and bool(members)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """Raised when a rank or an operator's command is rejected."""
 
 
-class ConflictError(RefusedError):
+class ConflictError(RejectedError):
     """Raised when a well-formed request conflicts with the state of the deployment."""
 
 
-class AlreadyConnectedError(RefusedError):
+class AlreadyConnectedError(RejectedError):
     """Raised when a second agent connects for a rank whose first agent is still connected."""
 
 
-class UnknownDeploymentError(RefusedError):
+class UnknownDeploymentError(RejectedError):
     """Raised when a request names a deployment for which no agent has ever connected."""
 
 
-class ExhaustedError(RefusedError):
+class ExhaustedError(RejectedError):
     """Raised when a request would exceed a limit of the service."""
 
 
-class NotStoredError(RefusedError):
+class NotStoredError(RejectedError):
     """Raised when a command took effect but could not be stored, so that a restart of the service would lose it."""

@@ -26,7 +26,7 @@ _REJECTION_SECONDS = 60.0
 _INCOMPLETE_SECONDS = 60.0
 """Time that ranks may wait for the rest of their group before another group may replace it."""
 
-Assembled: TypeAlias = tuple[Mapping[int, Hello], DeployedLayout | ConflictError]
+AssembledLayout: TypeAlias = tuple[Mapping[int, Hello], DeployedLayout | ConflictError]
 """Result of assembling a layout: the Hellos received before the last one, and either the layout or the error that says
 why the Hellos contradict each other."""
 
@@ -212,7 +212,7 @@ class Group:
             and len(self.waiting) + 1 == self.shape.ranks
         )
 
-    def assembled(self, hello: Hello) -> Assembled:
+    def assembled(self, hello: Hello) -> AssembledLayout:
         """Assemble the group's layout, given the last missing Hello.
 
         This is slow for large groups and should not run on the event loop.
@@ -222,7 +222,7 @@ class Group:
         except ConflictError as error:
             return self.waiting, error
 
-    def with_hello(self, hello: Hello, assembled: Assembled | None = None) -> Group:
+    def with_hello(self, hello: Hello, assembled: AssembledLayout | None = None) -> Group:
         """Return the group with a rank connected.
 
         Raises ``ConflictError`` if the Hello contradicts the group's shape, its layout or the other Hellos.
@@ -270,7 +270,7 @@ class Group:
         """Return the group without a layout. Every rank must send a new Hello."""
         return replace(self, live=None)
 
-    def _with_waiting(self, hello: Hello, assembled: Assembled | None) -> Group:
+    def _with_waiting(self, hello: Hello, assembled: AssembledLayout | None) -> Group:
         """Add a Hello to the incomplete group, and set the layout if it is the last missing one."""
         first = next(iter(self.waiting.values()), None)
         if first is not None and hello.version != first.version:
@@ -307,9 +307,9 @@ class Attendance:
     """
 
     rejections: Mapping[int, tuple[str, float | None]] = field(default_factory=dict)
-    forming_since: float | None = None
-    forming_overdue: bool = False
-    departed_since: float | None = None
+    incomplete_since: float | None = None
+    is_overdue: bool = False
+    empty_since: float | None = None
 
     def with_rejection(self, rank: int, reason: str) -> Attendance:
         """Return the state after a rank was rejected. Only the latest rejections are kept."""
@@ -338,14 +338,14 @@ class Attendance:
             for rank, (reason, since) in self.rejections.items()
             if since is None or now - since < _REJECTION_SECONDS
         }
-        departed_since = None
+        empty_since = None
         if not connected:
-            departed_since = now if self.departed_since is None else self.departed_since
+            empty_since = now if self.empty_since is None else self.empty_since
         if not waiting:
-            return Attendance(rejections, departed_since=departed_since)
-        forming_since = now if self.forming_since is None else self.forming_since
-        overdue = self.forming_since is not None and now - forming_since >= _INCOMPLETE_SECONDS
-        return Attendance(rejections, forming_since, overdue, departed_since)
+            return Attendance(rejections, empty_since=empty_since)
+        incomplete_since = now if self.incomplete_since is None else self.incomplete_since
+        overdue = self.incomplete_since is not None and now - incomplete_since >= _INCOMPLETE_SECONDS
+        return Attendance(rejections, incomplete_since, overdue, empty_since)
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -60,7 +60,7 @@ class BalanceSeries:
         return True
 
 
-def served_now(deployment: Deployment) -> int:
+def recent_step_count(deployment: Deployment) -> int:
     """Return the number of recent steps over which the current balance is measured; 0 while no rank is connected."""
     if deployment.heat is None or deployment.live is None or not deployment.connected:
         return 0
@@ -78,7 +78,7 @@ def measured_par(deployment: Deployment) -> Float64:
         ``[L]``, mean over the steps with tokens; 0 for a layer without tokens. Empty while the layout is unknown or no
         rank is connected.
     """
-    steps = served_now(deployment)
+    steps = recent_step_count(deployment)
     if deployment.heat is None or deployment.live is None or not deployment.connected:
         return np.zeros(0)
     return np.nan_to_num(mean_par(deployment.heat.served_par(steps), axis=0), nan=0.0)
@@ -115,7 +115,7 @@ def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
     Float64
         ``[L, R]``, relative loads; 0 in a layer without tokens. Empty if there is no step or no rank is connected.
     """
-    if deployment.heat is None or not served_now(deployment):
+    if deployment.heat is None or not recent_step_count(deployment):
         return 0, np.zeros((0, 0))
     steps, loads_LR = deployment.heat.load_sums(newest)
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
@@ -211,11 +211,11 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
             f"tokens, for example slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; "
             "check its adapter, or set split to even if the host spreads tokens over the replicas itself"
         )
-    if heat.passed_over >= many_steps:
+    if heat.other_phase_steps >= many_steps:
         lines.append(
-            f"none of the newest {heat.passed_over} steps with tokens was a {limits.heat_phase} step, but decisions "
-            f"use only {limits.heat_phase} steps (heat_phase); serve with --heat-phase all, or have the host label "
-            "its steps"
+            f"none of the newest {heat.other_phase_steps} steps with tokens was a {limits.heat_phase} step, but "
+            f"decisions use only {limits.heat_phase} steps (heat_phase); serve with --heat-phase all, or have the host "
+            "label its steps"
         )
     return lines
 
@@ -237,12 +237,12 @@ def _flow_problems(deployment: Deployment) -> list[str]:
             f"heat of {rank_list(late_ranks)} has been late for {seconds:.0f} s, by up to {deployment.late.steps} "
             f"steps, which delays {delayed}; check each such rank's process, host and link to the service"
         )
-    heat_stall = deployment.without_heat
+    heat_stall = deployment.heat_stall
     if heat_stall.seconds > _SILENT_SECONDS and heat_stall.steps > one_in * limits.pending_steps:
         lines.append(
             f"no heat has been assembled for {heat_stall.seconds:.0f} s, although the ranks are running steps"
         )
-    stall = deployment.without_decision
+    stall = deployment.decision_stall
     min_steps = _UNDECIDED_WINDOWS * limits.decision_steps
     if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not deployment.paused:
         reason = deployment.obstacle() or "steps are assembled too slowly"

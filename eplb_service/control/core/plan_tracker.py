@@ -177,7 +177,7 @@ class PlanTracker:
             tracker = replace(tracker, objections={**self.objections, rank: status})
         return tracker._with_outcome()
 
-    def calling_off(self, reason: str, now: float) -> PlanTracker:
+    def with_call_off(self, reason: str, now: float) -> PlanTracker:
         """Return the tracker after the service calls the plan off. The plan ends once all ranks have answered."""
         return replace(self, called_off=reason, heard_at=now)
 

@@ -20,10 +20,10 @@ from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.flow import HELD_SECONDS
-from eplb_service.control.core.group import Assembled
+from eplb_service.control.core.group import AssembledLayout
 from eplb_service.control.server.access.gate import CALLER
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.listening import AGENT_SERVICE, StatusError
+from eplb_service.control.server.listening import AGENT_SERVICE, CallError
 from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
 
@@ -120,7 +120,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def _assemble_steps(self, deployment: Deployment) -> None:
         """Assemble all complete steps, yielding to the event loop between batches of steps."""
-        while self._plane.put_together(deployment):
+        while self._plane.assemble_steps(deployment):
             await asyncio.sleep(0)
 
     def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
@@ -173,7 +173,7 @@ class _Inbox:
             try:
                 await asyncio.wait_for(self._complete(parts), _WHOLE_SECONDS)
             except asyncio.TimeoutError:
-                raise StatusError(
+                raise CallError(
                     grpc.StatusCode.DEADLINE_EXCEEDED,
                     f"the parts of a request did not all arrive within {_WHOLE_SECONDS:g} seconds; reconnect",
                 ) from None
@@ -200,7 +200,7 @@ def _as_bytes(response: agent_pb2.ConnectResponse | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-async def _assembled(plane: ControlPlane, hello: Hello) -> Assembled | None:
+async def _assembled(plane: ControlPlane, hello: Hello) -> AssembledLayout | None:
     """Assemble the group's layout off the event loop if this Hello completes the group."""
     deployment = plane.deployments.get(hello.deployment)
     group = None if deployment is None else deployment.group
@@ -240,7 +240,7 @@ async def _send_outbox(stream: RankStream, context: Any) -> None:
 
 
 async def _time_out(stream: RankStream, seconds: float) -> None:
-    """Wait until the stream has been silent for ``seconds``, then raise ``StatusError``.
+    """Wait until the stream has been silent for ``seconds``, then raise ``CallError``.
 
     A timer for each message would cost more than reading the message.
     """
@@ -249,8 +249,8 @@ async def _time_out(stream: RankStream, seconds: float) -> None:
     raise _silence_error(seconds)
 
 
-def _silence_error(seconds: float) -> StatusError:
-    return StatusError(
+def _silence_error(seconds: float) -> CallError:
+    return CallError(
         grpc.StatusCode.DEADLINE_EXCEEDED, f"no message arrived for {seconds:g} seconds; reconnect"
     )
 

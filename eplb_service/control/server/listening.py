@@ -19,7 +19,7 @@ from eplb_service.control.core.errors import (
     ConflictError,
     ExhaustedError,
     NotStoredError,
-    RefusedError,
+    RejectedError,
     UnknownDeploymentError,
 )
 from eplb_service.control.server.settings import SettingsError
@@ -37,7 +37,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 """gRPC status for each kind of error. Subclasses precede their base classes."""
 
 
-class StatusError(Exception):
+class CallError(Exception):
     """Raised by the server itself to end a call with the gRPC status ``code``."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
@@ -45,9 +45,9 @@ class StatusError(Exception):
         self.code = code
 
 
-def code_of(error: StatusError | RefusedError | WireError) -> grpc.StatusCode:
+def code_of(error: CallError | RejectedError | WireError) -> grpc.StatusCode:
     """Return the gRPC status of a call that fails with ``error``."""
-    if isinstance(error, StatusError):
+    if isinstance(error, CallError):
         return error.code
     return next(code for kind, code in _CODES if isinstance(error, kind))
 

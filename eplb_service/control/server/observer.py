@@ -26,7 +26,7 @@ from eplb_service.control.core.health import (
     rank_loads,
     redundancy,
 )
-from eplb_service.telemetry.metrics import Metrics, Shown
+from eplb_service.telemetry.metrics import GaugeValue, Metrics
 
 _LOAD_STEPS = 16
 """Number of newest steps from which the rank loads are computed. It is small, because this computation runs every
@@ -170,7 +170,7 @@ class Observer:
         self._observed.pop(name, None)
 
 
-def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
+def gauges(deployment: Deployment, observer: Observer) -> list[GaugeValue]:
     """Return the gauges of a deployment. Gauges of ranks and balance are omitted while no rank is connected."""
     ranks = deployment.connected
     heat = deployment.heat
@@ -182,7 +182,7 @@ def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
         "eplb_agents_halted": sum(bool(member.error) for member in ranks),
         "eplb_dropped_steps": sum(member.dropped_steps for member in ranks),
         "eplb_heat_one_in": deployment.shedding.one_in,
-        "eplb_last_decision_age_seconds": deployment.without_decision.seconds,
+        "eplb_last_decision_age_seconds": deployment.decision_stall.seconds,
         "eplb_problems": len(problems(deployment)),
         "eplb_empty_steps": heat.pending.empty_steps if heat else None,
         "eplb_dummy_steps": heat.pending.dummy_steps if heat else None,

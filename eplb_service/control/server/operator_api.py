@@ -22,11 +22,11 @@ from eplb_service.control.core.health import (
     measured_par,
     problems,
     rank_loads,
+    recent_step_count,
     redundancy,
-    served_now,
 )
 from eplb_service.control.server.access.gate import CALLER
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 from eplb_service.control.server.observer import Observer, shown_price
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.store import StoredDeployment
@@ -100,7 +100,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Make a decision now. The call returns once the decision is made and its plan, if any, is offered."""
         outcome = await asyncio.shield(self._plane.decider.start(self._plane.find(request.deployment)))
         if outcome.result == "failed":
-            raise StatusError(grpc.StatusCode.INTERNAL, outcome.message)
+            raise CallError(grpc.StatusCode.INTERNAL, outcome.message)
         if outcome.plan_id:
             await self._plane.store(outcome.message)
         return operator_pb2.RebalanceResponse(
@@ -160,7 +160,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             epoch=layout.epoch,
             digest=layout.digest,
             par=mean_measured_par(par_L),
-            par_steps=served_now(deployment),
+            par_steps=recent_step_count(deployment),
             idle_seconds=self._plane.observer.idle_seconds(name) if is_connected else None,
             redundant_slots=redundant_slots,
             redundant_bytes_per_rank=redundant_bytes,

@@ -43,7 +43,7 @@ from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, default_store
 from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.store_file import StoreError
-from eplb_service.control.server.store_lock import locked_store
+from eplb_service.control.server.store_lock import lock_store
 from eplb_service.control.server.web.http_server import HttpServer, listen_on
 from eplb_service.telemetry.logs import BoundedLog, bounding_library_logs
 from eplb_service.telemetry.metrics import Metrics
@@ -93,7 +93,7 @@ class RunningService:
 
 
 @contextlib.asynccontextmanager
-async def running_service(
+async def run_service(
     settings: ServiceSettings, leadership: Leadership | None = None
 ) -> AsyncIterator[RunningService]:
     """Run a service in this process and event loop until the context exits.
@@ -162,7 +162,7 @@ async def _open_store(
     """Open the store, to be closed when ``stack`` unwinds, and announce its leader term to later leaders."""
     highest_term = 0 if leadership is None else await leadership.highest_term()
     path = _store_path(settings)
-    stack.enter_context(locked_store(path, settings.lease))
+    stack.enter_context(lock_store(path, settings.lease))
     store = await asyncio.to_thread(Store, path, highest_term)
     writer = StoreWriter(store, lambda: metrics.count("eplb_store_failures"))
     stack.callback(writer.close)
@@ -327,7 +327,7 @@ async def _lead(
     leadership: Leadership | None,
 ) -> None:
     """Serve until ``stop`` is set or the lease is lost."""
-    async with running_service(settings, leadership) as service:
+    async with run_service(settings, leadership) as service:
         announce(service)
         endings = [asyncio.create_task(stop.wait())]
         if leadership is not None:
@@ -424,7 +424,7 @@ async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) 
     plane.streams.end_all("the service is stopping; reconnect once it is back")
     plane.feed.close("the service is stopping")
     await server.stop(_GRACE_SECONDS)
-    plane.remember_all()
+    plane.save_all()
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -253,7 +253,7 @@ class Store:
             ("DELETE FROM plans WHERE deployment = ?", (name,)),
         )
 
-    def save_first_layout(self, name: str, group_id: str, layout: Layout) -> None:
+    def save_initial_layout(self, name: str, group_id: str, layout: Layout) -> None:
         """Save a group's initial layout, replacing that of an earlier group of the deployment."""
         placement = layout.placement
         log2phy_RLE = layout.log2phy_RLE
@@ -269,7 +269,7 @@ class Store:
         insert = "INSERT OR REPLACE INTO first_layouts (deployment, group_id, layout) VALUES (?, ?, ?)"
         self._write((insert, row))
 
-    def first_layout(self, name: str) -> tuple[str, Layout] | None:
+    def initial_layout(self, name: str) -> tuple[str, Layout] | None:
         """Return the id and initial layout of the deployment's last group; ``None`` if they are not stored."""
         rows = self._db.execute(
             "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
@@ -415,7 +415,7 @@ def _known_fields(kind: type[Any], values: Any) -> dict[str, Any]:
 
 
 def _layout(content: bytes) -> Layout:
-    """Parse a layout written by ``save_first_layout``. May raise any exception if the layout is invalid."""
+    """Parse a layout written by ``save_initial_layout``. May raise any exception if the layout is invalid."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         placement = Placement(arrays["phy2log_LRS"], int(arrays["experts"]))
         log2phy_RLE = arrays["log2phy_RLE"] if "log2phy_RLE" in arrays else placement.default_log2phy()

@@ -15,7 +15,7 @@ _MAX_RECORD_BYTES = 1 << 12
 
 
 @contextlib.contextmanager
-def locked_store(path: str, lease: str | None = None) -> Iterator[None]:
+def lock_store(path: str, lease: str | None = None) -> Iterator[None]:
     """Lock the store at ``path`` until the context exits. The kernel releases the lock if the process dies.
 
     Services with the same ``lease`` may share a store: only the leader uses it, but its predecessor may still be

@@ -144,14 +144,14 @@ class OffersWhileOutdated(Deployment):
 
 class TreatsEveryFormingAsOverdue(Deployment):
     def _replace_group(self, hello: Hello) -> None:
-        self.attendance = replace(self.attendance, forming_overdue=True)
+        self.attendance = replace(self.attendance, is_overdue=True)
         super()._replace_group(hello)
 
 
 class NeverTimesOutAForming(Deployment):
     def _look_at_clock(self, now: float) -> None:
         super()._look_at_clock(now)
-        self.attendance = replace(self.attendance, forming_overdue=False)
+        self.attendance = replace(self.attendance, is_overdue=False)
 
 
 _ONE_PLAN = ((0,),)

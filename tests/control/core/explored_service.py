@@ -230,7 +230,7 @@ class World(State):
         self.crew = self.crew.drop()
 
     def _follow_up(self, service: int) -> None:
-        for event in self.services[service].take_events():
+        for event in self.services[service].process_events():
             if isinstance(event, PlanTracker):
                 offered = self.open_plans[service]
                 is_open = offered is not None and event.decision is offer_of(offered).decision

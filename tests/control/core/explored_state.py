@@ -11,7 +11,7 @@ from eplb_core.heat.assembler import PlacementHistory
 from eplb_core.placement import layer_digest
 from eplb_core.wire.agent import Hello
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.core.errors import RejectedError
 from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.group import Group
 from tests.control.core.explored_crew import (
@@ -178,7 +178,7 @@ class State:
                 yield ("squat", service)
             if self.faults.orders and deployment.outdated is not None:
                 yield ("lead", service)
-            if service in self.squatted and not deployment.attendance.forming_overdue:
+            if service in self.squatted and not deployment.attendance.is_overdue:
                 yield ("wait", service)
         if self.faults.reforms and self.crew.version.forming + 1 < len(RANKS_BY_FORMING):
             yield ("reform",)
@@ -216,7 +216,7 @@ class State:
             deployment.leave(hello.rank)
         try:
             deployment.hello(hello)
-        except RefusedError:
+        except RejectedError:
             return False
         finally:
             if deployment.heat is not None:
@@ -248,7 +248,7 @@ class State:
         self.faults = self.faults._replace(squats=self.faults.squats - 1)
         deployment = self.services[service]
         stranger = stranger_at(0)
-        overdue = deployment.attendance.forming_overdue
+        overdue = deployment.attendance.is_overdue
         connected_ranks = [rank for rank, agent in enumerate(self.crew.ranks) if agent.service == service]
         if self._send_hello(stranger, service):
             must(not connected_ranks or overdue, "a client outside the group displaced connected ranks")
@@ -343,7 +343,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
     return (
         None if group is None else group.forming,
         None if live is None else (live.epoch, live.digest),
-        deployment.attendance.forming_overdue,
+        deployment.attendance.is_overdue,
         tuple(None if plan is None else (plan.plan_id, plan.committed, plan.outcome) for plan in plans),
         None
         if heat is None

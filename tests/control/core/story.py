@@ -99,7 +99,7 @@ class Story:
             self.deployment.heat_report(
                 rank, HeatReport(first_step, epochs, ones, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
             )
-        self.deployment.put_together()
+        self.deployment.assemble_steps()
 
     def waits(self, seconds: float) -> list[Event]:
         self.now += seconds
@@ -117,4 +117,4 @@ class Story:
 
     def new_events(self) -> list[Event]:
         """Return the events since the last call."""
-        return self.deployment.take_events()
+        return self.deployment.process_events()

@@ -61,7 +61,7 @@ def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> No
         report(deployment, first, steps)
         has_steps = True
         while has_steps:
-            has_steps = deployment.put_together(4)
+            has_steps = deployment.assemble_steps(4)
             assert deployment.session.pace is not None
             if deployment.session.pace.due:
                 decisions.append((deployment.assembled, deployment.session.settling))
@@ -91,7 +91,7 @@ def step_of_doubt(deployment: Deployment, first: int, last: int) -> int | None:
     """Report steps until ``last``; return the step at which the plan is suspected to be outdated, or None."""
     for step in range(first, last, 4):
         report(deployment, step, 4)
-        while deployment.put_together(1):
+        while deployment.assemble_steps(1):
             pass
         if deployment.may_call_off:
             return deployment.assembled
@@ -101,7 +101,7 @@ def step_of_doubt(deployment: Deployment, first: int, last: int) -> int | None:
 def test_a_change_during_a_plan_calls_the_plan_off() -> None:
     deployment = new_deployment()
     report(deployment, 0, 16)
-    deployment.put_together()
+    deployment.assemble_steps()
     current_plan = plan(deployment)
     assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
     deployment.begin_check()
@@ -114,7 +114,7 @@ def test_a_change_during_a_plan_calls_the_plan_off() -> None:
 def test_a_pause_or_a_burst_does_not_call_the_plan_off() -> None:
     deployment = new_deployment()
     report(deployment, 0, 16)
-    deployment.put_together()
+    deployment.assemble_steps()
     current_plan = plan(deployment)
     assert step_of_doubt(deployment, 16, 192) is not None
     deployment.set_paused(True)
@@ -128,7 +128,7 @@ def test_a_pause_or_a_burst_does_not_call_the_plan_off() -> None:
 def test_the_second_plan_in_a_row_cannot_be_called_off_before_its_first_commit() -> None:
     deployment = new_deployment()
     report(deployment, 0, 16)
-    deployment.put_together()
+    deployment.assemble_steps()
     first = plan(deployment)
     assert step_of_doubt(deployment, 16, 192) == CHANGE + 4
     deployment.begin_check()
@@ -151,7 +151,7 @@ def test_the_second_plan_in_a_row_cannot_be_called_off_before_its_first_commit()
 def test_steps_that_wait_for_assembly_are_tested_for_a_change() -> None:
     deployment = new_deployment()
     report(deployment, 0, 16)
-    deployment.put_together()
+    deployment.assemble_steps()
     decide(deployment)
     # These reports are still unassembled when the next ones arrive.
     for first in range(16, 144, 16):
@@ -167,7 +167,7 @@ def test_ranks_send_short_reports_right_after_a_change() -> None:
     lengths = {}
     for first in range(0, 160, 4):
         report(deployment, first, 4)
-        while deployment.put_together(1):
+        while deployment.assemble_steps(1):
             pass
         assert deployment.session.pace is not None
         if deployment.session.pace.due:

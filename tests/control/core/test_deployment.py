@@ -10,7 +10,7 @@ import pytest
 import eplb_service
 from eplb_core.wire.agent import PlanState, PlanStatus, decode_hello
 from eplb_service.control.core.deployment import LayerCommitted, StreamsOutdated
-from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.core.errors import RejectedError
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from tests.control.core.story import PLAN_TIMEOUT, Story
@@ -314,7 +314,7 @@ def test_a_rejected_hello_can_still_prove_a_committed_layer(story: Story) -> Non
     conflicting = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
     hello = hello_of(conflicting, 1)
     hello.placement.epoch, hello.placement.digest = offer.versions[0]
-    with pytest.raises(RefusedError, match="rank 1 holds different experts in layer 0"):
+    with pytest.raises(RejectedError, match="rank 1 holds different experts in layer 0"):
         story.deployment.hello(decode_hello(hello))
     assert [type(event) for event in story.new_events()] == [LayerCommitted]
     assert story.deployment.connected[0].rank == 0
@@ -369,7 +369,7 @@ def test_a_second_model_with_the_same_deployment_name_is_a_problem_until_it_stop
     story.waits(1)
     assert problems(story.deployment) == []
     for group_id in ("another", "first"):
-        with pytest.raises(RefusedError):
+        with pytest.raises(RejectedError):
             story.joins(1, group_id=group_id)
         (problem,) = problems(story.deployment)
         assert problem.startswith(
@@ -377,7 +377,7 @@ def test_a_second_model_with_the_same_deployment_name_is_a_problem_until_it_stop
         )
         assert "each model instance its own deployment" in problem
     assert version(story) == (0, story.live.digest)
-    with pytest.raises(RefusedError):
+    with pytest.raises(RejectedError):
         story.joins(0, group_id="another")
     assert len(problems(story.deployment)) == 2
     story.waits(1)
@@ -389,7 +389,7 @@ def test_a_rank_rejected_before_its_old_stream_ended_is_no_problem_after_it_join
     story: Story,
 ) -> None:
     story.joins()
-    with pytest.raises(RefusedError):
+    with pytest.raises(RejectedError):
         story.joins(1, group_id="again")
     story.leaves()
     story.joins(group_id="again")

@@ -10,7 +10,7 @@ import pytest
 from eplb_core.wire.agent import Hello, decode_hello
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.group import Assembled
+from eplb_service.control.core.group import AssembledLayout
 from tests.control.core.story import Story, swap_of
 from tests.control.fake_group import RANKS, first_placement, hello_of, live_of
 
@@ -32,7 +32,7 @@ def story() -> Story:
     return story
 
 
-def assembled(story: Story, last: Hello) -> Assembled:
+def assembled(story: Story, last: Hello) -> AssembledLayout:
     assert story.deployment.group is not None
     return story.deployment.group.assembled(last)
 

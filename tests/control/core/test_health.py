@@ -25,7 +25,7 @@ from eplb_service.control.core.health import (
     measured_par,
     problems,
     rank_loads,
-    served_now,
+    recent_step_count,
 )
 from tests.control.core.story import Story
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS
@@ -44,7 +44,7 @@ def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
     for rank in range(ranks if steps else 0):
         counts_TLS = loads_TLR[:, :, rank : rank + 1].astype(np.int32)
         heat.take(rank, HeatReport(0, (0,) * layers, counts_TLS, phase_T))
-    heat.put_together()
+    heat.assemble_steps()
     live = SimpleNamespace(layer_epochs=(0,) * layers)
     return SimpleNamespace(heat=heat, live=live, connected=list(range(ranks)))
 
@@ -71,9 +71,9 @@ def test_par_is_zero_before_the_first_step() -> None:
 
 def test_current_figures_are_empty_while_no_rank_is_connected() -> None:
     deployment = deployment_of(np.ones((3, 2, 2)))
-    assert served_now(deployment) == 3
+    assert recent_step_count(deployment) == 3
     deployment.connected = []
-    assert served_now(deployment) == 0
+    assert recent_step_count(deployment) == 0
     assert measured_par(deployment).size == 0
     assert rank_loads(deployment, newest=2)[0] == 0
 
@@ -127,7 +127,7 @@ def report(
         phases = np.full(WINDOW, phase, dtype=np.uint8)
         report = HeatReport(first_step, (0,) * LAYERS, counts, phases, tokens_T=reported_T)
         story.deployment.heat_report(rank, report)
-    story.deployment.put_together()
+    story.deployment.assemble_steps()
 
 
 def test_a_group_that_never_counts_a_token_has_a_problem_until_it_does(story: Story) -> None:
@@ -255,7 +255,7 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
     story.deployment.set_paused(False)
     story.deployment.session = replace(story.deployment.session, decided_at=1)
     assert not reports_missing_decision(603.0, 2002)
-    assert story.deployment.without_decision.seconds == 0
+    assert story.deployment.decision_stall.seconds == 0
 
 
 @pytest.mark.parametrize("routed_by_tables", [True, False])

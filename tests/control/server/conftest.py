@@ -10,7 +10,7 @@ import pytest_asyncio
 import structlog
 
 from eplb_core.solver.warmup import warm_up
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.telemetry.logs import configure_logs
 from tests.control.fake_group import FakeGroup
 from tests.control.server.service_under_test import settings
@@ -32,7 +32,7 @@ def logs_on_stderr() -> Iterator[None]:
 
 @pytest_asyncio.fixture
 async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings()) as running:
+    async with run_service(settings()) as running:
         yield running
 
 

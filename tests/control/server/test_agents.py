@@ -18,11 +18,11 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.agents import AgentService, _first_of
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 from eplb_service.control.server.outgoing import streams as outgoing_streams
 from eplb_service.control.server.outgoing.streams import RankStream, Streams, _PlanSending
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from tests.control.fake_group import (
     RANKS,
     FakeGroup,
@@ -49,7 +49,7 @@ async def test_a_stream_ends_even_if_a_message_arrives_during_its_cancellation()
     stream = RankStream()
     messages = list[str]()
     asyncio.get_running_loop().call_later(0.01, stream.end, grpc.StatusCode.ABORTED, "say Hello again")
-    with pytest.raises(StatusError, match="say Hello again"):
+    with pytest.raises(CallError, match="say Hello again"):
         await asyncio.wait_for(_first_of(_listen(messages), stream.ended()), 5)
     assert messages == ["a message"]
 
@@ -79,7 +79,7 @@ class _Plane:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def put_together(self, _: object) -> bool:
+    def assemble_steps(self, _: object) -> bool:
         self.calls.append("assemble")
         return self.calls.count("assemble") <= 3
 
@@ -116,7 +116,7 @@ async def send(group: FakeGroup, rank: int) -> None:
 
 @pytest_asyncio.fixture
 async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings(decision_interval=4096)) as running:
+    async with run_service(settings(decision_interval=4096)) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.control.server.access.gate import Credentials
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 from tests.control.server.grpc_calls import bearer, code_of
@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
 @contextlib.asynccontextmanager
 async def serving(**flags: Any) -> AsyncIterator[tuple[RunningService, grpc.aio.Channel]]:
     async with (
-        running_service(settings(**flags)) as service,
+        run_service(settings(**flags)) as service,
         grpc.aio.insecure_channel(service.address) as channel,
     ):
         yield service, channel
@@ -136,7 +136,7 @@ async def test_tokens_rotate_without_a_restart(path: Path) -> None:
 
 
 async def test_health_checks_have_a_separate_port(path: Path) -> None:
-    async with running_service(settings(credentials=path, health="127.0.0.1:0")) as service:
+    async with run_service(settings(credentials=path, health="127.0.0.1:0")) as service:
         await service.warm
         assert service.health_address is not None
         async with grpc.aio.insecure_channel(service.health_address) as channel:

@@ -14,7 +14,7 @@ from eplb_core.placement import Int32, mean_par, par
 from eplb_core.wire.codec import unpack
 from eplb_service.control.server.deciding.decider import _on_thread
 from eplb_service.control.server.deciding.priors import PriorError, Priors
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.settings import SettingsError
 from tests.control.fake_group import (
     EXPERTS,
@@ -65,7 +65,7 @@ class TimedGroup(FakeGroup):
 @pytest.mark.parametrize("fitted_curve", [True, False])
 async def test_a_fitted_cost_curve_is_used_for_planning_only_if_configured(fitted_curve: bool) -> None:
     curve_settings = settings(window_steps=STEPS, decision_interval=1 << 20, fitted_curve=fitted_curve)
-    async with running_service(curve_settings) as service, TimedGroup(service.address) as group:
+    async with run_service(curve_settings) as service, TimedGroup(service.address) as group:
         await group.join()
         deployment = service.plane.deployments["decode"]
         heat_TLE = varied_heat()
@@ -100,7 +100,7 @@ def par_of(group: FakeGroup) -> float:
 
 async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own() -> None:
     async with (
-        running_service(settings(prior="decode=prefill", decision_interval=64)) as service,
+        run_service(settings(prior="decode=prefill", decision_interval=64)) as service,
         FakeGroup(service.address) as prefill,
         FakeGroup(service.address) as decode,
     ):
@@ -125,7 +125,7 @@ async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own
 async def test_a_trace_is_a_prior_only_for_ranks_without_committed_layers(tmp_path: Path) -> None:
     trace = tmp_path / "prefill.npz"
     np.savez(trace, heat=skewed_heat(40))
-    async with running_service(settings(prior=f"decode={trace}")) as service:
+    async with run_service(settings(prior=f"decode={trace}")) as service:
         async with FakeGroup(service.address) as first:
             await first.join()
             before = par_of(first)
@@ -147,7 +147,7 @@ async def test_a_prior_of_another_model_is_a_problem_and_leads_to_no_plan(tmp_pa
     trace = tmp_path / "other.npz"
     np.savez(trace, heat=np.ones((4, LAYERS + 1, EXPERTS), dtype=np.int32))
     async with (
-        running_service(settings(prior=f"decode={trace}")) as service,
+        run_service(settings(prior=f"decode={trace}")) as service,
         FakeGroup(service.address) as decode,
     ):
         await decode.join()
@@ -177,11 +177,11 @@ async def test_an_unreadable_prior_trace_is_rejected_at_the_start(tmp_path: Path
     trace = tmp_path / "notes.npz"
     trace.write_text("no trace")
     with pytest.raises(SettingsError, match=r"setting prior: .*notes"):
-        async with running_service(settings(prior=f"decode={trace}")):
+        async with run_service(settings(prior=f"decode={trace}")):
             pass
     np.savez(trace, heat=np.zeros((4, LAYERS, EXPERTS), dtype=np.int32))
     with pytest.raises(SettingsError, match="has any tokens"):
-        async with running_service(settings(prior=f"decode={trace}")):
+        async with run_service(settings(prior=f"decode={trace}")):
             pass
 
 

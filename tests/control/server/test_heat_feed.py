@@ -20,10 +20,10 @@ from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import Shedding
 from eplb_service.control.core.health import problems
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 from eplb_service.control.server.outgoing import heat_feed
 from eplb_service.control.server.outgoing.heat_feed import _Watcher
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import PHASES
 from tests.cli.published import checked_document
@@ -75,7 +75,7 @@ async def test_ranks_send_source_sums_or_every_step_while_heat_is_watched(servic
 async def test_large_groups_send_long_reports_unless_heat_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "_RANKS_PER_STEP", 0.065)
     many = settings(report_steps="auto", window_steps=256, decision_interval=256)
-    async with running_service(many) as service, FakeGroup(service.address) as group:
+    async with run_service(many) as service, FakeGroup(service.address) as group:
         welcomes = await group.join()
         assert {(welcome.report_steps, welcome.reporting.report_steps) for welcome in welcomes} == {(64, 64)}
         deployment = deployment_of(service)
@@ -241,7 +241,7 @@ async def test_a_recording_keeps_its_steps_if_the_service_stops(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded_messages: HeatMessages
 ) -> None:
     out = tmp_path / "decode.zarr"
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+    async with run_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out))
         await group.send_heat(skewed_heat(8))
@@ -279,12 +279,12 @@ async def test_a_slow_watcher_loses_reports_and_learns_how_many(monkeypatch: pyt
     watcher.put_heat(0, report)
     assert (await watcher.next()).heat.report == report
     watcher.end("over")
-    with pytest.raises(StatusError, match="over"):
+    with pytest.raises(CallError, match="over"):
         await watcher.next()
 
 
 async def test_watchers_need_the_token_and_their_number_is_limited() -> None:
-    async with running_service(settings(auth_token="secret")) as service:
+    async with run_service(settings(auth_token="secret")) as service:
         channel = grpc.aio.insecure_channel(service.address)
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
         request = operator_pb2.WatchHeatRequest(deployment="decode")

@@ -16,7 +16,7 @@ import pytest
 from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_core.wire.plan import RankPlan
 from eplb_service.control.core.health import mean_measured_par, measured_par
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.web import http_server
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.certificates import Authority
@@ -108,7 +108,7 @@ async def test_unknown_paths_and_methods_other_than_get_are_rejected(service: Ru
 async def test_the_page_learns_that_it_needs_a_token_without_an_error_response(tmp_path: Path) -> None:
     """A browser logs every error response to its console."""
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
-    async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
+    async with run_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
         answer = await get(service.metrics_address, "/api/v1/service")
         assert (answer.status, answer.document) == (200, {"token_required": True})
         wrong = await get(service.metrics_address, "/api/v1/service", Authorization="Bearer wrong")
@@ -119,7 +119,7 @@ async def test_the_page_learns_that_it_needs_a_token_without_an_error_response(t
 
 async def test_readers_see_only_their_deployments_and_other_callers_nothing(tmp_path: Path) -> None:
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
-    async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
+    async with run_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
         address = service.metrics_address
         path = "/api/v1/deployments"
         assert (await get(address, path)).status == 401
@@ -137,7 +137,7 @@ async def test_readers_see_only_their_deployments_and_other_callers_nothing(tmp_
 
 async def test_a_token_in_plain_text_from_another_host_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_host_of", lambda _: "192.0.2.7")
-    async with running_service(settings(auth_token="right")) as service:
+    async with run_service(settings(auth_token="right")) as service:
         answer = await get(service.metrics_address, "/api/v1/deployments", token="right")
         assert answer.status == 403
         assert "plain text" in answer.document["error"]
@@ -158,7 +158,7 @@ async def test_the_page_can_have_a_separate_address_with_tls(tmp_path: Path) -> 
     cert, key = authority.sign("localhost")
     context = ssl.create_default_context(cafile=str(authority.ca))
     tls_settings = settings(tls_cert=cert, tls_key=key, page="127.0.0.1:0", auth_token="right")
-    async with running_service(tls_settings) as service:
+    async with run_service(tls_settings) as service:
         assert service.page_url.startswith("https://127.0.0.1:")
         page = service.page_url.removeprefix("https://").rstrip("/")
         path = "/api/v1/deployments"
@@ -255,7 +255,7 @@ PAGE_PATHS = (
 async def test_without_credentials_other_hosts_get_only_the_metrics(setting: str) -> None:
     host = host_address()
     async with (
-        running_service(settings(**{setting: "0.0.0.0:0"})) as service,
+        run_service(settings(**{setting: "0.0.0.0:0"})) as service,
         FakeGroup(service.address) as group,
     ):
         await group.join()
@@ -282,7 +282,7 @@ async def test_other_hosts_get_the_page_with_credentials_or_on_a_trusted_network
     path = tmp_path / "credentials.yaml"
     path.write_text(CREDENTIALS)
     trust = {"insecure": True} if protection == "trusted network" else {"credentials": path}
-    async with running_service(settings(metrics="0.0.0.0:0", **trust)) as service:
+    async with run_service(settings(metrics="0.0.0.0:0", **trust)) as service:
         port = service.metrics_address.rpartition(":")[2]
         assert (await get(f"{host}:{port}", "/")).status == 200
         answer = await get(f"{host}:{port}", "/api/v1/deployments")

@@ -16,7 +16,7 @@ from eplb_core.wire.generated import agent_pb2
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.access.quotas import Turns
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.telemetry.logs import BoundedLog
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, hello_of, live_of, refusal_of
 from tests.control.server.http_client import scrape
@@ -83,7 +83,7 @@ def _hello() -> agent_pb2.ConnectRequest:
 
 @pytest.fixture
 async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings(max_message_bytes=MIB)) as running:
+    async with run_service(settings(max_message_bytes=MIB)) as running:
         yield running
 
 
@@ -139,7 +139,7 @@ async def test_streams_are_limited_in_total_and_per_host_and_rejections_are_coun
         ({"max_streams": 2}, "limit set by max_streams;"),
         ({"max_streams_per_peer": 2}, "limit set by max_streams_per_peer;"),
     ):
-        async with running_service(settings(**bounds)) as service:
+        async with run_service(settings(**bounds)) as service:
             options = [("grpc.use_local_subchannel_pool", 1)]
             channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(3)]
             ranks = [FakeRank(channel, 0) for channel in channels]

@@ -13,7 +13,7 @@ import pytest
 
 from eplb_core.wire.agent import Heartbeat, Shape
 from eplb_core.wire.generated import operator_pb2, operator_pb2_grpc
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from eplb_service.control.server.settings import SettingsError
 from tests.agent import live as agents
 from tests.control.fake_group import BYTES_PER_EXPERT, EXPERTS, LAYERS, RANKS, SLOTS, first_placement
@@ -65,7 +65,7 @@ async def test_an_agent_is_identified_by_its_certificate(tmp_path: Path, authori
     other_authority = Authority(tmp_path / "theirs")
     decode_certificate = authority.sign("decode.agents")
     prefill_certificate = authority.sign("prefill.agents")
-    async with running_service(settings(**flags(tmp_path, authority))) as service:
+    async with run_service(settings(**flags(tmp_path, authority))) as service:
         stream = agent(service, authority.ca, decode_certificate)
         await until(lambda: stream.connected)
         await until(lambda: len(service.plane.deployments["decode"].connected) == 1)
@@ -93,7 +93,7 @@ async def test_the_page_identifies_its_reader_by_the_certificate(
     tmp_path: Path, authority: Authority
 ) -> None:
     tls_flags = {**flags(tmp_path, authority), "page": "localhost:0"}
-    async with running_service(settings(**tls_flags)) as service:
+    async with run_service(settings(**tls_flags)) as service:
         page = service.page_url.removeprefix("https://").rstrip("/")
         statuses = []
         for name in ("on-call", "decode.agents", "somebody"):
@@ -110,7 +110,7 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
 ) -> None:
     tls_flags = flags(tmp_path, authority)
     certificate, key = authority.sign("decode.agents")
-    async with running_service(settings(**tls_flags)) as service:
+    async with run_service(settings(**tls_flags)) as service:
         stream = agent(service, authority.ca, (certificate, key))
         await until(lambda: stream.connected)
         before = presented_certificate(service.address)
@@ -140,7 +140,7 @@ async def test_an_incomplete_renewal_keeps_the_previous_certificate(
 ) -> None:
     tls_flags = {**flags(tmp_path, authority), "page": "localhost:0"}
     operator = authority.sign("on-call")
-    async with running_service(settings(**tls_flags)) as service:
+    async with run_service(settings(**tls_flags)) as service:
         listeners = service.address, service.page_url.removeprefix("https://").rstrip("/")
 
         async def presented_certificates() -> set[str]:
@@ -173,7 +173,7 @@ async def test_a_service_does_not_start_if_the_key_does_not_match_its_certificat
     tls_flags = flags(tmp_path, authority)
     _, tls_flags["tls_key"] = authority.sign("on-call")
     with pytest.raises(SettingsError, match="KEY_VALUES_MISMATCH"):
-        async with running_service(settings(**tls_flags)):
+        async with run_service(settings(**tls_flags)):
             pass
     no_key = tmp_path / "no key"
     no_key.write_text("no key")
@@ -182,7 +182,7 @@ async def test_a_service_does_not_start_if_the_key_does_not_match_its_certificat
         (tmp_path / "nowhere", "cannot read the TLS files"),
     ):
         with pytest.raises(SettingsError, match=message):
-            async with running_service(settings(**{**tls_flags, "tls_key": key})):
+            async with run_service(settings(**{**tls_flags, "tls_key": key})):
                 pass
 
 

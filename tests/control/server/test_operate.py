@@ -15,7 +15,7 @@ import pytest_asyncio
 from eplb_core.wire.fields import MAX_VERSION
 from eplb_core.wire.generated import agent_pb2
 from eplb_service.control.core.leader import term_at
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from tests.cli.published import checked_document
 from tests.control.fake_group import (
     EXPERTS,
@@ -211,7 +211,7 @@ async def test_a_deployment_forgotten_during_a_tick_gets_no_metrics(
 @pytest.mark.parametrize("paused", [False, True])
 async def test_a_departed_deployment_is_forgotten_unless_it_is_paused(paused: bool) -> None:
     async with (
-        running_service(settings(forget_after_seconds=60)) as service,
+        run_service(settings(forget_after_seconds=60)) as service,
         FakeGroup(service.address) as group,
     ):
         await group.join()
@@ -219,14 +219,14 @@ async def test_a_departed_deployment_is_forgotten_unless_it_is_paused(paused: bo
         deployment = plane.deployments["decode"]
         plane.set_paused(deployment, paused)
         tick(plane)
-        assert deployment.attendance.departed_since is None, "its ranks are connected"
+        assert deployment.attendance.empty_since is None, "its ranks are connected"
         await group.leave()
         await until(lambda: not deployment.connected)
         tick(plane)
-        since = deployment.attendance.departed_since
+        since = deployment.attendance.empty_since
         assert since is not None
         assert "decode" in plane.deployments, "the ranks may reconnect"
-        deployment.attendance = replace(deployment.attendance, departed_since=since - 61)
+        deployment.attendance = replace(deployment.attendance, empty_since=since - 61)
         tick(plane)
         assert ("decode" in plane.deployments) is paused
 
@@ -238,7 +238,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored_settings = settings(store=str(tmp_path / "state.sqlite3"))
-    async with running_service(stored_settings) as service, FakeGroup(service.address) as group:
+    async with run_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=IN_2106)
         assert welcome.leader_term < IN_2106
         await group.send_heat(skewed_heat(8))
@@ -267,7 +267,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         assert {plan.leader_term for plan in await group.hear_plan()} == {answer["leader_term"]}
         assert await eplb(group, "lead", "decode") == 0
         assert "no rank of decode has followed a service newer than this one" in capsys.readouterr().out
-    async with running_service(stored_settings) as service, FakeGroup(service.address) as group:
+    async with run_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=answer["leader_term"])
         assert welcome.leader_term > answer["leader_term"], "a restart must not lose the ordered term"
         prefill_rank = FakeRank(group.channel, 0)
@@ -281,7 +281,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
 async def test_lead_asks_for_an_engine_restart_after_the_highest_term(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+    async with run_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join(highest_term=MAX_VERSION - 1)
         assert await eplb(group, "lead", "decode") == 2
         assert "restart the engines" in capsys.readouterr().err

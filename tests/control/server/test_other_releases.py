@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from eplb_core.wire.agent import EVERYTHING, decode_welcome
 from eplb_core.wire.codec import PROTOCOL_VERSION
 from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from tests.control.fake_group import FakeGroup, FakeRank, skewed_heat
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.service_under_test import settings
@@ -48,7 +48,7 @@ async def test_ranks_of_another_release_are_balanced(convert: Any, monkeypatch: 
         await say(self, **{kind: convert(kind, content)})
 
     monkeypatch.setattr(FakeRank, "say", say_converted)
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+    async with run_service(settings()) as service, FakeGroup(service.address) as group:
         # These ranks ignore reporting requests and report every step in full.
         await group.join()
         await group.send_heat(skewed_heat(8))

@@ -20,7 +20,7 @@ from eplb_core.wire.codec import pack
 from eplb_core.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.plane import deployments
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from tests.control.fake_group import (
     LAYERS,
     RANKS,
@@ -259,7 +259,7 @@ async def test_a_rejected_hello_is_a_problem_only_for_a_while(
 async def test_a_silent_agent_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eplb_service.control.server.agents._SILENCE_SECONDS", 0.1)
     async with (
-        running_service(settings(heartbeat_seconds=0.05)) as running,
+        run_service(settings(heartbeat_seconds=0.05)) as running,
         FakeGroup(running.address) as group,
     ):
         await group.join()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eplb_service.control.server.listening import ListenError
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.control.server.store_file import StoreError
 from tests.control.server.certificates import Authority
@@ -185,7 +185,7 @@ async def test_the_default_store_path_does_not_depend_on_the_working_directory(
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     if state == "set":
         monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
-    async with running_service(settings(store=None)):
+    async with run_service(settings(store=None)):
         pass
     state_folder = home / "state" if state == "set" else home / ".local" / "state"
     assert (state_folder / "eplb" / "state.sqlite3").is_file()
@@ -212,7 +212,7 @@ async def test_a_failed_start_leaves_no_store(
         changes = FAULTY_SETTINGS[fault](tmp_path, listener.getsockname()[1])
         for store in (None, str(tmp_path / "named.sqlite3")):
             with pytest.raises((SettingsError, ListenError)):
-                async with running_service(settings(store=store, **changes)):
+                async with run_service(settings(store=store, **changes)):
                     pass
     assert list(tmp_path.iterdir()) == []
 
@@ -231,24 +231,24 @@ async def test_two_services_share_a_store_only_under_the_same_lease(
     first: str | None, second: str | None, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    async with running_service(settings(store=None, lease=first)):
+    async with run_service(settings(store=None, lease=first)):
         if refused:
             with pytest.raises(StoreError, match=rf"in use by process {os.getpid()} .*--store"):
-                async with running_service(settings(store=None, lease=second)):
+                async with run_service(settings(store=None, lease=second)):
                     pass
         else:
             # The old leader may still be closing the store when it has lost the lease.
-            async with running_service(settings(store=None, lease=second)):
+            async with run_service(settings(store=None, lease=second)):
                 pass
-    async with running_service(settings(store=None, lease=second)):
+    async with run_service(settings(store=None, lease=second)):
         pass
 
 
 async def test_a_store_is_locked_under_all_its_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "store")
-    async with running_service(settings(store=str(tmp_path / "store"))):
+    async with run_service(settings(store=str(tmp_path / "store"))):
         with pytest.raises(StoreError, match="in use"):
-            async with running_service(settings(store=str(tmp_path / "link"))):
+            async with run_service(settings(store=str(tmp_path / "link"))):
                 pass
 
 

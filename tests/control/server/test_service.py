@@ -22,7 +22,7 @@ from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.listening import ListenError
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     LAYERS,
@@ -194,7 +194,7 @@ async def test_a_rank_that_reconnects_receives_the_call_off(
 
 
 async def test_a_stopping_service_ends_streams_with_a_status_that_asks_to_reconnect() -> None:
-    async with running_service(settings()) as running:
+    async with run_service(settings()) as running:
         group = FakeGroup(running.address)
         await group.join()
     code, text = await group.ranks[0].refusal()
@@ -208,7 +208,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
     monkeypatch.setattr(
         "eplb_service.control.server.deciding.decider.warm_up", lambda _threads: compiled.wait(20)
     )
-    async with running_service(settings()) as running, FakeGroup(running.address) as group:
+    async with run_service(settings()) as running, FakeGroup(running.address) as group:
         health = health_pb2_grpc.HealthStub(group.channel)
         request = health_pb2.HealthCheckRequest()
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -252,7 +252,7 @@ async def test_ranks_at_an_unknown_epoch_are_asked_for_a_new_hello(
 @pytest.mark.parametrize("flag", ["listen", "metrics"])
 async def test_a_start_fails_if_an_address_is_in_use(service: RunningService, flag: str) -> None:
     with pytest.raises(ListenError, match=service.address):
-        async with running_service(settings(**{flag: service.address})):
+        async with run_service(settings(**{flag: service.address})):
             pass
 
 
@@ -268,7 +268,7 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
         return solve(*arguments)
 
     monkeypatch.setattr(decider, "decide", hang)
-    async with running_service(settings(solve_timeout_seconds=5)) as service:
+    async with run_service(settings(solve_timeout_seconds=5)) as service:
         await service.warm
         async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as healthy:
             await stuck.join(deployment="stuck")

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.access import quotas
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.web import http_server
 from tests.control.fake_group import FakeRank, hello_of
 from tests.control.server.grpc_calls import bearer
@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
 async def test_silent_health_checks_do_not_block_the_health_port(method: str) -> None:
-    async with running_service(settings(health="127.0.0.1:0")) as service:
+    async with run_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with silent(service.health_address, method, 2 * quotas.MAX_PROBES):
             for _ in range(3):
@@ -54,7 +54,7 @@ async def test_silent_health_checks_do_not_block_the_health_port(method: str) ->
 
 
 async def test_health_watchers_make_room_for_health_checks() -> None:
-    async with running_service(settings(health="127.0.0.1:0")) as service:
+    async with run_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with grpc.aio.insecure_channel(service.health_address) as channel:
             request = health_pb2.HealthCheckRequest(service="liveness")
@@ -71,7 +71,7 @@ async def test_health_watchers_make_room_for_health_checks() -> None:
 
 async def test_a_silent_health_check_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "_PROBE_SECONDS", 0.2)
-    async with running_service(settings(health="127.0.0.1:0")) as service:
+    async with run_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with silent(service.health_address, CHECK, 2) as calls:
             codes = await asyncio.wait_for(asyncio.gather(*(call.code() for call in calls)), SECONDS)
@@ -79,7 +79,7 @@ async def test_a_silent_health_check_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_silent_streams_do_not_block_a_service_without_credentials() -> None:
-    async with running_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
+    async with run_service(settings()) as service, grpc.aio.insecure_channel(service.address) as channel:
         silent_ranks = [FakeRank(channel, 0) for _ in range(200)]
         await asyncio.sleep(0.3)
         await check_served(service.address)
@@ -93,7 +93,7 @@ async def test_silent_connections_block_no_caller_and_are_ended(
 ) -> None:
     monkeypatch.setattr("eplb_service.control.server.service._HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr("eplb_service.control.server.service._IDLE_SECONDS", 1.0)
-    async with running_service(settings(credentials=path)) as service:
+    async with run_service(settings(credentials=path)) as service:
         host, _, port = service.address.rpartition(":")
         connections = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
         for _, writer in connections:
@@ -107,7 +107,7 @@ async def test_silent_connections_block_no_caller_and_are_ended(
 
 async def test_streams_with_a_credential_are_not_limited_per_host(path: Path) -> None:
     async with (
-        running_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
+        run_service(settings(credentials=path, max_streams_per_peer=2, max_streams=64)) as service,
         grpc.aio.insecure_channel(service.address, SEPARATE_CONNECTION) as shared_channel,
         grpc.aio.insecure_channel(service.address, SEPARATE_CONNECTION) as separate_channel,
     ):
@@ -123,7 +123,7 @@ async def test_streams_with_a_credential_are_not_limited_per_host(path: Path) ->
 async def test_slow_connections_do_not_block_scrapes(
     content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with running_service(settings()) as service:
+    async with run_service(settings()) as service:
         host, _, port = service.metrics_address.rpartition(":")
         connections = [await asyncio.open_connection(host, int(port)) for _ in range(70)]
         for _, writer in connections:
@@ -138,7 +138,7 @@ async def test_slow_connections_do_not_block_scrapes(
 
 async def test_a_connection_without_a_complete_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_REQUEST_SECONDS", 0.2)
-    async with running_service(settings()) as service:
+    async with run_service(settings()) as service:
         host, _, port = service.metrics_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /metrics HTTP/1.1\r\n")
@@ -148,5 +148,5 @@ async def test_a_connection_without_a_complete_request_is_ended(monkeypatch: pyt
 
 
 def test_the_oldest_connection_of_the_host_with_most_connections_makes_room() -> None:
-    assert quotas.makes_room(["a", "b", "a", "b", "b"]) == 1
-    assert quotas.makes_room(["a", "b", "c"]) == 0
+    assert quotas.index_to_evict(["a", "b", "a", "b", "b"]) == 1
+    assert quotas.index_to_evict(["a", "b", "c"]) == 0

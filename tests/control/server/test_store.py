@@ -21,7 +21,7 @@ from eplb_core.wire.generated import operator_pb2
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.store import Store, StoredDeployment
 from eplb_service.control.server.store_file import MEMORY, StoreError
 from tests.control.core.story import decision_of
@@ -59,18 +59,18 @@ def test_the_first_layout_is_restored_with_its_tables(path: str, entries: int) -
                 log2phy_RLE[:, layer, expert] = slot
         log2phy_RLE = np.repeat(log2phy_RLE[..., None], entries, axis=3)
     store = Store(path)
-    store.save_first_layout("decode", "before", Layout(placement, placement.default_log2phy()))
-    store.save_first_layout("decode", "first", Layout(placement, log2phy_RLE))
+    store.save_initial_layout("decode", "before", Layout(placement, placement.default_log2phy()))
+    store.save_initial_layout("decode", "first", Layout(placement, log2phy_RLE))
     store.close()
     store = Store(path)
-    first_layout = store.first_layout("decode")
+    first_layout = store.initial_layout("decode")
     assert first_layout is not None
     assert first_layout[0] == "first"
     np.testing.assert_array_equal(first_layout[1].placement.phy2log_LRS, placement.phy2log_LRS)
     np.testing.assert_array_equal(first_layout[1].log2phy_RLE, log2phy_RLE)
-    assert store.first_layout("prefill") is None
+    assert store.initial_layout("prefill") is None
     store.forget("decode")
-    assert store.first_layout("decode") is None
+    assert store.initial_layout("decode") is None
 
 
 def test_the_plan_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_killed_writer_leaves_a_consistent_store(path: str) -> None:
 
 
 async def test_a_restarted_service_restores_the_history_and_continues(path: str) -> None:
-    async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
+    async with run_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
         await group.fill_window()
         await group.carry_out(await group.hear_plan())
@@ -137,7 +137,7 @@ async def test_a_restarted_service_restores_the_history_and_continues(path: str)
         await until(lambda: deployment.ended_plan is not None)
         live = group.live
         totals = deployment.totals
-    async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
+    async with run_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
         (before,) = (await group.operator.ListDeployments(operator_pb2.ListDeploymentsRequest())).deployments
         assert (before.epoch, before.digest, before.agents_connected) == (live.epoch, live.digest, 0)
         assert before.layers_switched == totals.layers_switched > 0
@@ -146,13 +146,13 @@ async def test_a_restarted_service_restores_the_history_and_continues(path: str)
         assert {welcome.leader_term for welcome in welcomes} == {running.plane.leader_term}
         assert running.plane.deployments["decode"].live is not None
         assert running.plane.deployments["decode"].live.epoch == live.epoch
-        first_layout = running.plane.deployments["decode"].found
+        first_layout = running.plane.deployments["decode"].initial_layout
         assert first_layout is not None
         # The initial layout is the one with which the ranks first joined, not the one that the second service saw.
         np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, first_placement().phy2log_LRS)
-    async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
+    async with run_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
         await group.join(group_id="another")
-        first_layout = running.plane.deployments["decode"].found
+        first_layout = running.plane.deployments["decode"].initial_layout
         assert first_layout is not None
         np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, live.placement.phy2log_LRS)
 
@@ -164,7 +164,7 @@ def test_a_store_of_the_first_release_opens_with_all_its_content(path: str) -> N
     (plan,) = store.plans("decode")
     assert (plan.plan_id, plan.at, plan.outcome) == (5, 1.5e9, Outcome.DONE.value)
     assert plan.verdicts == decision_of(LIVE, 0).verdicts
-    first_layout = store.first_layout("decode")
+    first_layout = store.initial_layout("decode")
     assert first_layout is not None
     assert first_layout[0] == "first"
     np.testing.assert_array_equal(first_layout[1].log2phy_RLE, LIVE.serving.log2phy_RLE)
@@ -220,14 +220,14 @@ def test_a_damaged_store_is_set_aside_and_replaced_by_a_new_one(tmp_path: Path, 
 @pytest.mark.parametrize("remainder", [slice(0, 100), slice(100, None), slice(0, 0)])
 def test_a_damaged_first_layout_is_set_aside(path: str, remainder: slice) -> None:
     store = Store(path)
-    store.save_first_layout("decode", "first", LIVE.serving)
+    store.save_initial_layout("decode", "first", LIVE.serving)
     store.close()
     with sqlite3.connect(path) as database:
         (content,) = database.execute("SELECT layout FROM first_layouts").fetchone()
         database.execute("UPDATE first_layouts SET layout = ?", (content[remainder],))
     database.close()
     store = Store(path)
-    assert store.first_layout("decode") is None
+    assert store.initial_layout("decode") is None
     assert_set_aside(store, "first_layouts")
     store.close()
 
@@ -277,7 +277,7 @@ async def test_an_unreadable_deployment_is_set_aside_and_the_other_deployments_a
         store.save_deployment(replace(STORED, name=name))
     store._db.execute("UPDATE deployments SET state = ? WHERE name = 'decode'", (state,))
     store.close()
-    async with running_service(settings(store=path)) as running:
+    async with run_service(settings(store=path)) as running:
         assert running.plane.remembered.keys() == {"other"}
         assert running.plane.deployments["other"].paused
         tick(running.plane)
@@ -316,10 +316,10 @@ def test_fields_and_columns_of_a_newer_release_are_ignored(path: str) -> None:
     assert store.deployments() == [STORED]
     assert len(store.plans("decode")) == 1
     store.save_deployment(replace(STORED, epoch=13))
-    store.save_first_layout("decode", "first", LIVE.serving)
+    store.save_initial_layout("decode", "first", LIVE.serving)
     store.begin_plan("decode", PlanTracker.of(6, LIVE, decision_of(LIVE, 0)), 1)
     assert (store.deployments()[0].epoch, len(store.plans("decode"))) == (13, 2)
-    assert store.first_layout("decode") is not None
+    assert store.initial_layout("decode") is not None
     assert store.notices == []
     store.close()
 
@@ -430,7 +430,7 @@ async def test_a_lost_write_ahead_log_is_reported(
         Path(f"{path}-shm").unlink()
         if content == before[: 32 + (24 + 4096)]:
             pytest.skip("without its index, a log cut between two frames is a valid log")
-    async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
+    async with run_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
         tick(running.plane)
         (problem, *_) = problems(running.plane.deployments["decode"])

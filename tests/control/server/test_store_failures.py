@@ -21,7 +21,7 @@ from eplb_core.wire.generated import operator_pb2
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server import store as store_module
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.store import Store, StoredDeployment, StoreWriter
 from eplb_service.control.server.store_file import StoreError
 from tests.control.core.story import decision_of
@@ -86,7 +86,7 @@ def test_failed_writes_are_repeated_as_soon_as_the_disk_accepts_them(failures: F
     failures.write("save_deployment", StoredDeployment("left", epoch=82))
     failures.write("save_deployment", StoredDeployment("gone"))
     begin(failures)
-    failures.write("save_first_layout", "left", "group", LIVE.serving)
+    failures.write("save_initial_layout", "left", "group", LIVE.serving)
     for number in range(5):
         failures.write("begin_plan", "left", PlanTracker.of(1 + number, LIVE, layers), 1, 100.0 + number)
         failures.write("end_plan", 1 + number, Outcome.DONE, "x" * 3000, 1)
@@ -193,7 +193,7 @@ async def test_a_full_disk_that_recovers_has_lost_nothing(tmp_path: Path) -> Non
     with small_disk(tmp_path / "disk") as disk:
         path = disk / "state.sqlite3"
         filler = disk / "filler"
-        async with running_service(settings(store=str(path))) as service, FakeGroup(service.address) as group:
+        async with run_service(settings(store=str(path))) as service, FakeGroup(service.address) as group:
             await group.join()
             deployment = service.plane.deployments["decode"]
             writer = service.plane._writer
@@ -232,7 +232,7 @@ ORDERS = {
 @pytest.mark.parametrize("fault", ["rejected", "read-only", "locked", "deleted"])
 async def test_an_operator_command_reports_that_it_is_not_stored(path: str, order: str, fault: str) -> None:
     request, confirmation = ORDERS[order]
-    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+    async with run_service(settings(store=path)) as service, FakeGroup(service.address) as group:
         writer = service.plane._writer
         plane = service.plane
         await group.join(**({"highest_term": plane.leader_term + (1 << 30)} if order == "Lead" else {}))
@@ -284,7 +284,7 @@ async def test_an_acknowledged_command_survives_a_kill_and_a_lost_log(
     path: str, tmp_path: Path, order: str
 ) -> None:
     copy = tmp_path / "copy.sqlite3"
-    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+    async with run_service(settings(store=path)) as service, FakeGroup(service.address) as group:
         await group.join(highest_term=service.plane.leader_term + (1 << 30))
         await getattr(group.operator, order)(ORDERS[order][0](deployment="decode"), timeout=60)
         shutil.copy(path, copy)
@@ -300,7 +300,7 @@ async def test_a_command_waits_for_a_slow_disk_only_for_a_limited_time(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_SETTLE_SECONDS", 0.1)
-    async with running_service(settings(store=path)) as service, FakeGroup(service.address) as group:
+    async with run_service(settings(store=path)) as service, FakeGroup(service.address) as group:
         await group.join()
         writing = asyncio.ensure_future(service.plane._writer.run(time.sleep, 1.0))
         with pytest.raises(grpc.aio.AioRpcError, match="the disk is too slow"):

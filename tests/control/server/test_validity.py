@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import run_service
 from eplb_service.control.server.validity import Validity, first_to_expire
 from tests.control.server.certificates import Authority
 from tests.control.server.mutual_tls import flags, replace_file
@@ -61,7 +61,7 @@ async def test_a_service_reports_an_expired_certificate_until_it_is_renewed(
     certificate, key = authority.sign("localhost", expired=True)
     replace_file(tls_flags["tls_cert"], certificate.read_bytes())
     replace_file(tls_flags["tls_key"], key.read_bytes())
-    async with running_service(settings(**tls_flags)) as service:
+    async with run_service(settings(**tls_flags)) as service:
         deployment = service.plane._known.add("decode")
 
         def sample(name: str, file: str = "tls_cert") -> float | None:

@@ -18,7 +18,7 @@ from eplb_core.planner.verdicts import Worth
 from eplb_core.wire.codec import unpack
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import RunningService, run_service
 from tests.control.fake_group import EXPERTS, LAYERS, SLOTS, STEP_MICROS, FakeGroup, heat_report, skewed_heat
 from tests.control.server.command_line import eplb
 from tests.control.server.conftest import settings
@@ -103,7 +103,7 @@ async def service_and_group(
     # forever.
     monkeypatch.setattr(Deployment, "may_call_off", False)
     often_settings = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
-    async with running_service(often_settings) as service, TimedGroup(service.address) as group:
+    async with run_service(often_settings) as service, TimedGroup(service.address) as group:
         await group.join()
         yield service, group
 

@@ -7,8 +7,8 @@ from functools import wraps
 from operator import methodcaller
 from typing import Any
 
-from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_cut_models, release_of, require
-from worker_agent.adapters.engine_host import log, make_hook, noting_batches, warn_of_ignored_settings
+from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_split_models, release_of, require
+from worker_agent.adapters.engine_host import log, make_hook, warn_of_ignored_settings, wrap_execute_model
 from worker_agent.adapters.vllm.host import VllmHost
 from worker_agent.settings import AgentSettings
 
@@ -174,7 +174,7 @@ def _hook_worker() -> None:
     for name, calls in _AROUND.items():
         setattr(Worker, name, _hooked(getattr(Worker, name), make_hook(_host_of, **calls)))
     # The worker calls both model runners through this method, except for dummy runs.
-    Worker.execute_model = noting_batches(Worker.execute_model, _host_of)
+    Worker.execute_model = wrap_execute_model(Worker.execute_model, _host_of)
     Worker.sleep = _hooked(Worker.sleep, _keep_tables)
     Worker.wake_up = _hooked(Worker.wake_up, _wake_up)
 
@@ -223,7 +223,7 @@ def refuse_settings(vllm_config: Any) -> None:
     from vllm import envs
 
     parallel_config = vllm_config.parallel_config
-    refuse_cut_models(vllm_config)
+    refuse_split_models(vllm_config)
     refuse(
         [
             (

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from worker_agent.adapters.compat import Patches, require
-from worker_agent.adapters.engine_host import noting_batches
+from worker_agent.adapters.engine_host import wrap_execute_model
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, NoManager, NoProcess
 from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_misread_lists
 
@@ -48,7 +48,9 @@ def install() -> None:
 
     _replace_balancer(runner)
     _mark_dummy_runs(runner.NPUModelRunner)
-    runner.NPUModelRunner.execute_model = noting_batches(runner.NPUModelRunner.execute_model, _balancer_of)
+    runner.NPUModelRunner.execute_model = wrap_execute_model(
+        runner.NPUModelRunner.execute_model, _balancer_of
+    )
     _count_sources()
     # Release 0.18 has neither method. ``check_release`` has verified that 0.23 has both.
     updates = [name for name in ("start_weight_update", "update_weights") if hasattr(NPUWorker, name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from worker_agent.adapters.compat import read_known, refuse, refuse_cut_models
+from worker_agent.adapters.compat import read_known, refuse, refuse_split_models
 from worker_agent.adapters.engine_host import warn_of_ignored_settings
 
 KNOWN = read_known("worker_agent.adapters.vllm_ascend")
@@ -23,7 +23,7 @@ def refuse_settings(eplb_config: Any) -> None:
     from vllm.config import get_current_vllm_config
 
     vllm_config = get_current_vllm_config()
-    refuse_cut_models(vllm_config)
+    refuse_split_models(vllm_config)
     refuse_gathering(vllm_config, int(eplb_config.num_redundant_experts))
     _refuse_ascend_settings(eplb_config)
     _refuse_vllm_settings(vllm_config)

@@ -39,9 +39,9 @@ from pydantic import (
 )
 
 from eplb_core.wire.fields import MAX_RANKS, WireError, check_deployment, check_name, printable
-from eplb_service.control.core.errors import ExhaustedError, RefusedError
+from eplb_service.control.core.errors import ExhaustedError, RejectedError
 from eplb_service.control.server.access.quotas import Quotas, host_of
-from eplb_service.control.server.listening import StatusError, code_of
+from eplb_service.control.server.listening import CallError, code_of
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
@@ -143,7 +143,7 @@ class Credential(BaseModel):
         return _ALL in self.deployments or deployment in self.deployments
 
     def check_reach(self, request: Any, rank: int | None = None) -> None:
-        """Raise ``StatusError`` if the caller may not access the request's deployment or may not represent ``rank``."""
+        """Raise ``CallError`` if the caller may not access the request's deployment or may not represent ``rank``."""
         name = getattr(request, "deployment", None)
         reason = ""
         if isinstance(name, str) and not self.reaches(name):
@@ -151,7 +151,7 @@ class Credential(BaseModel):
         elif rank is not None and self.ranks is not None and rank not in self.ranks:
             reason = f"{self.name!r} may not represent rank {rank}"
         if reason:
-            raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
+            raise CallError(grpc.StatusCode.PERMISSION_DENIED, reason)
 
 
 _ANYONE = Credential.model_construct(
@@ -340,7 +340,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                     )
                 with self._quotas.call(host, proven=caller.credential is not _ANYONE):
                     return await self._serve(handler, method, caller, requests, context)
-            except (StatusError, RefusedError, WireError) as error:
+            except (CallError, RejectedError, WireError) as error:
                 code = code_of(error)
                 reason = str(error)
             finally:
@@ -362,12 +362,12 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         return guarded_handler
 
     def admitted(self, method: str, token: str, certificate_names: Iterable[str]) -> Credential:
-        """Return the caller's credential; raises ``StatusError`` if it is missing or does not permit the call."""
+        """Return the caller's credential; raises ``CallError`` if it is missing or does not permit the call."""
         if method.startswith(_OPEN):
             return _ANYONE
         credential = self.credentials.proven_by(token, certificate_names)
         if credential is None:
-            raise StatusError(
+            raise CallError(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "this service requires 'authorization: Bearer TOKEN' or a client certificate, but "
                 f"{'the token is wrong' if token else 'the call has neither'}",
@@ -375,7 +375,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         roles = _roles_for(method)
         if not roles & credential.roles:
             required = " or ".join(sorted(roles))
-            raise StatusError(
+            raise CallError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{credential.name!r} may not call {method.rpartition('/')[2]}, which requires the role {required}",
             )

@@ -31,7 +31,7 @@ def host_of(peer: str) -> str:
     return urllib.parse.unquote(peer).rpartition(":")[0] or peer
 
 
-def makes_room(hosts: Sequence[str]) -> int:
+def index_to_evict(hosts: Sequence[str]) -> int:
     """Return the index of the entry to evict: the oldest entry of the host with the most entries.
 
     Parameters
@@ -124,7 +124,7 @@ class Quotas:
         The newest check is always served, so silent callers cannot keep others out.
         """
         if len(self._probes) >= MAX_PROBES:
-            oldest = list(self._probes)[makes_room(list(self._probes.values()))]
+            oldest = list(self._probes)[index_to_evict(list(self._probes.values()))]
             del self._probes[oldest]
             oldest.cancel()
         task = asyncio.ensure_future(answering)

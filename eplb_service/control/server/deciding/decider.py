@@ -26,7 +26,7 @@ from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Group
-from eplb_service.control.core.health import served_now
+from eplb_service.control.core.health import recent_step_count
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.priors import Prior
 from eplb_service.control.server.deciding.snapshot import Snapshot
@@ -362,7 +362,7 @@ class Decider:
         running = self._evaluating.get(name)
         if running is not None and not running.done():
             return
-        if not served_now(deployment) or time.monotonic() < self._evaluate_at.get(name, 0.0):
+        if not recent_step_count(deployment) or time.monotonic() < self._evaluate_at.get(name, 0.0):
             return
         if self._warm.is_set() and self.may_decide(name):
             self._evaluating[name] = asyncio.create_task(self._evaluate(deployment))
@@ -373,7 +373,7 @@ class Decider:
         snapshot = Snapshot.of(deployment, self._settings)
         if group is None or heat is None or snapshot is None or snapshot.initial is None:
             return
-        newest = served_now(deployment)
+        newest = recent_step_count(deployment)
         snapshot = replace(snapshot, heat=replace(snapshot.heat, rows=snapshot.heat.rows[-newest:]))
         effects = deployment.switch_log.effects()
         slowest_T = heat.served_steps(newest).slowest_T

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from eplb_core.heat.assembler import RememberedHeat
+from eplb_core.heat.assembler import HeatSnapshot
 from eplb_core.heat.window import HeatError
 from eplb_core.wire.fields import WireError, check_deployment
 from eplb_service.control.core.deployment import Deployment
@@ -20,7 +20,7 @@ class PriorError(ValueError):
     """Raised when a prior cannot be used. The error message names the prior and the reason."""
 
 
-Prior: TypeAlias = tuple[RememberedHeat, str]
+Prior: TypeAlias = tuple[HeatSnapshot, str]
 """Heat for a deployment's first plan, before it has heat of its own, and the name of the heat's source."""
 
 
@@ -104,7 +104,7 @@ def _parse_sources(text: str) -> dict[str, str]:
     return sources
 
 
-def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
+def _newest_heat(path: Path, most_steps: int) -> HeatSnapshot:
     try:
         trace = open_trace(path)
         heat_TLE = trace.heat(max(0, trace.steps - most_steps), trace.steps)
@@ -114,4 +114,4 @@ def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
         raise PriorError(
             f"{path}: none of the newest {len(heat_TLE)} steps has any tokens; choose another trace"
         )
-    return RememberedHeat(tuple(heat_TLE), heat_TLE.shape[1:])
+    return HeatSnapshot(tuple(heat_TLE), heat_TLE.shape[1:])

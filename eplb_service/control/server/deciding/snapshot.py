@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from eplb_core.cost.moving import MovingCosts
-from eplb_core.heat.assembler import RememberedHeat
+from eplb_core.heat.assembler import HeatSnapshot
 from eplb_core.heat.sources import StepTimes
 from eplb_core.heat.window import Window
 from eplb_core.planner.dealing import fitted_to_host
@@ -73,7 +73,7 @@ class Snapshot:
         Number of CPU cores that decisions may use on average.
     """
 
-    heat: RememberedHeat
+    heat: HeatSnapshot
     live: DeployedLayout
     initial: Layout | None
     topology: Topology
@@ -111,7 +111,7 @@ class Snapshot:
         return cls(
             heat.remembered(),
             live,
-            deployment.found,
+            deployment.initial_layout,
             topology,
             settings,
             deployment.session,

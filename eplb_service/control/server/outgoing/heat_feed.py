@@ -19,7 +19,7 @@ from eplb_core.wire.operator import ServedModel, SwitchedLayer, encode_served
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 from eplb_service.io.recorder import MAX_SOURCE_COUNTS
 
 MAX_WATCHERS = 32
@@ -65,10 +65,10 @@ class _Watcher:
         self._waiting.put_nowait((reason, 0))
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
-        """Return the next message; raises ``StatusError`` at the end of the stream."""
+        """Return the next message; raises ``CallError`` at the end of the stream."""
         message, size = await self._waiting.get()
         if isinstance(message, str):
-            raise StatusError(grpc.StatusCode.UNAVAILABLE, message)
+            raise CallError(grpc.StatusCode.UNAVAILABLE, message)
         self._bytes -= size
         message.dropped_reports = self.dropped_reports
         return message

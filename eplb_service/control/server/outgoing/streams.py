@@ -18,7 +18,7 @@ from eplb_core.wire.agent import CallOff, Reporting
 from eplb_core.wire.codec import encode
 from eplb_core.wire.generated import agent_pb2
 from eplb_core.wire.plan import SharedPlan
-from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.listening import CallError
 
 _MAX_CONCURRENT = 2
 """Maximum number of ranks to which plans are sent at the same time."""
@@ -82,7 +82,7 @@ class RankStream:
         self.heard_at = self.heat_at = time.monotonic()
         self.ahead_since: float | None = None
         self._ending = asyncio.Event()
-        self._status: StatusError | None = None
+        self._status: CallError | None = None
 
     @property
     def over(self) -> bool:
@@ -92,11 +92,11 @@ class RankStream:
     def end(self, code: grpc.StatusCode, reason: str) -> None:
         """End the stream with a status that makes agents reconnect."""
         if self._status is None:
-            self._status = StatusError(code, reason)
+            self._status = CallError(code, reason)
             self._ending.set()
 
     async def ended(self) -> None:
-        """Wait for ``end``, then raise its status as ``StatusError``."""
+        """Wait for ``end``, then raise its status as ``CallError``."""
         await self._ending.wait()
         assert self._status is not None
         raise self._status

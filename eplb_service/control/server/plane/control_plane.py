@@ -15,7 +15,7 @@ from eplb_service import __version__
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError, NotStoredError
-from eplb_service.control.core.group import Assembled, rank_list
+from eplb_service.control.core.group import AssembledLayout, rank_list
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.decider import Decider
 from eplb_service.control.server.deciding.priors import PriorError, Priors
@@ -27,7 +27,7 @@ from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoreWriter, higher_term
 from eplb_service.control.server.validity import Validity
 from eplb_service.telemetry.logs import BoundedLog
-from eplb_service.telemetry.metrics import Metrics, Shown
+from eplb_service.telemetry.metrics import GaugeValue, Metrics
 
 _log = structlog.get_logger(__name__)
 
@@ -84,8 +84,8 @@ class ControlPlane:
 
     # Agents
 
-    def admit(self, hello: Hello, stream: RankStream, assembled: Assembled | None = None) -> Deployment:
-        """Register a rank from its Hello; raises ``RefusedError`` if the rank does not fit the group.
+    def admit(self, hello: Hello, stream: RankStream, assembled: AssembledLayout | None = None) -> Deployment:
+        """Register a rank from its Hello; raises ``RejectedError`` if the rank does not fit the group.
 
         Parameters
         ----------
@@ -170,12 +170,12 @@ class ControlPlane:
                 "heat_lost", deployment=name, steps=steps.lost, slowest_rank=slowest_rank, reported_to=step
             )
 
-    def put_together(self, deployment: Deployment) -> bool:
+    def assemble_steps(self, deployment: Deployment) -> bool:
         """Assemble a few complete steps and start a decision if one is due; return True if more are pending."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
         settling = deployment.session.settling
-        steps_wait = deployment.put_together(_STEPS_PER_TURN)
+        steps_wait = deployment.assemble_steps(_STEPS_PER_TURN)
         if deployment.session.settling != settling:
             self.follow_up(deployment)
         self._decide(deployment)
@@ -279,7 +279,7 @@ class ControlPlane:
         """
         expiring = self._check_files(certificates or {})
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
-        shown: list[Shown] = [
+        shown: list[GaugeValue] = [
             ("eplb_build_info", 1, __version__),
             ("eplb_leads", 1),
             ("eplb_leader_term", self.leader_term),
@@ -299,7 +299,7 @@ class ControlPlane:
                 _log.exception("tick_failed", deployment=deployment.name)
         self._metrics.show(shown)
 
-    def _tick_deployment(self, deployment: Deployment) -> list[Shown]:
+    def _tick_deployment(self, deployment: Deployment) -> list[GaugeValue]:
         """Check one deployment's deadlines and return its gauges, or none if it was removed in the meantime."""
         if self.deployments.get(deployment.name) is not deployment:
             return []
@@ -368,7 +368,7 @@ class ControlPlane:
 
     # Events
 
-    def remember_all(self) -> None:
+    def save_all(self) -> None:
         """Save all deployments before the service stops."""
         for deployment in self.deployments.values():
             if deployment.known or deployment.paused:
@@ -376,7 +376,7 @@ class ControlPlane:
 
     def _follow(self, deployment: Deployment) -> None:
         """Handle the events of a deployment."""
-        for event in deployment.take_events():
+        for event in deployment.process_events():
             if isinstance(event, DeployedLayout):
                 self._placement_known(deployment, event)
             elif isinstance(event, LayerCommitted):
@@ -391,10 +391,10 @@ class ControlPlane:
         store = self._writer.store
         name = deployment.name
         self._known.remember(deployment)
-        if deployment.first_layout is not None:
-            group_id, layout = deployment.first_layout
+        if deployment.stored_initial_layout is not None:
+            group_id, layout = deployment.stored_initial_layout
             if layout.placement is live.placement:
-                self._writer.post(store.save_first_layout, name, group_id, layout)
+                self._writer.post(store.save_initial_layout, name, group_id, layout)
         self.feed.placed(deployment, live)
         _log.info("placement_known", deployment=name, epoch=live.epoch, digest=f"{live.digest:#x}")
 

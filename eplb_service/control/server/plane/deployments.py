@@ -86,7 +86,7 @@ class KnownDeployments:
             )
             self.remembered[stored.name] = stored
             try:
-                deployment.restore_first_layout(await self._writer.run(store.first_layout, stored.name))
+                deployment.restore_initial_layout(await self._writer.run(store.initial_layout, stored.name))
             except sqlite3.DatabaseError as error:
                 _log.error("stored_layout_unreadable", deployment=stored.name, reason=str(error))
         _log.info("resumed", leader_term=store.leader_term, deployments=len(self.by_name))
@@ -118,16 +118,14 @@ class KnownDeployments:
             deployment
             for deployment in deployments
             if not (deployment.known or deployment.paused)
-            and (not deployment.connected or deployment.attendance.forming_overdue)
+            and (not deployment.connected or deployment.attendance.is_overdue)
         ]
         unplanned = [
             deployment
             for deployment in deployments
             if deployment.known and not (deployment.connected or deployment.paused or deployment.has_planned)
         ]
-        candidates += sorted(
-            unplanned, key=lambda deployment: deployment.attendance.departed_since or math.inf
-        )
+        candidates += sorted(unplanned, key=lambda deployment: deployment.attendance.empty_since or math.inf)
         if not candidates:
             raise ExhaustedError(
                 f"the service already has {len(self.by_name)} deployments, its maximum; "
@@ -188,11 +186,11 @@ class KnownDeployments:
 
     def has_expired(self, deployment: Deployment) -> bool:
         """Return True if the last rank left more than ``forget_after_seconds`` ago and the deployment is not paused."""
-        departed_since = deployment.attendance.departed_since
+        empty_since = deployment.attendance.empty_since
         limit = self._settings.forget_after_seconds
-        if not limit or departed_since is None or deployment.paused:
+        if not limit or empty_since is None or deployment.paused:
             return False
-        return time.monotonic() - departed_since > limit
+        return time.monotonic() - empty_since > limit
 
     def forget(self, name: str) -> None:
         """Remove a deployment and its stored state."""

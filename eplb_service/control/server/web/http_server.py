@@ -21,10 +21,10 @@ from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import operator_pb2
 from eplb_core.wire.operator import as_document
 from eplb_service import __version__
-from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.core.errors import RejectedError
 from eplb_service.control.server.access.gate import CALLER, Caller, Gate
-from eplb_service.control.server.access.quotas import makes_room
-from eplb_service.control.server.listening import Certificates, ListenError, StatusError, code_of
+from eplb_service.control.server.access.quotas import index_to_evict
+from eplb_service.control.server.listening import CallError, Certificates, ListenError, code_of
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.telemetry.deployment_figures import explanations, figures_of
 from eplb_service.telemetry.logs import BoundedLog
@@ -197,7 +197,7 @@ class HttpServer:
         self._open = [connection for connection in self._open if not connection.over]
         if len(self._open) < MAX_CONNECTIONS:
             return
-        oldest = self._open.pop(makes_room([connection.host for connection in self._open]))
+        oldest = self._open.pop(index_to_evict([connection.host for connection in self._open]))
         oldest.end()
         self._count("eplb_refusals", "resource_exhausted")
         self._log.warning("connection_made_room", address=self._address, peer=oldest.host)
@@ -301,7 +301,7 @@ class HttpServer:
                 return {"version": __version__}
             CALLER.set(Caller(credential, host))
             response = await getattr(self._operators, call)(message, None)
-        except (StatusError, RefusedError, WireError) as error:
+        except (CallError, RejectedError, WireError) as error:
             if path == "service" and not token and code_of(error) is grpc.StatusCode.UNAUTHENTICATED:
                 # The page requests this path first, to find out whether it needs a token.
                 return {"token_required": True}
