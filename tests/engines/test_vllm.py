@@ -245,16 +245,23 @@ def test_answers_are_the_same_if_router_weights_multiply_the_inputs(run_vllm, se
     Its kernel ignores router weights, and vLLM cannot load redundant experts from its checkpoints.
     """
     llama4 = made_checkpoint(tmp_path / "llama4", "llama4")
-    load = {"requests": 8, "max_tokens": 60, "rounds": 4}
-    expected = run_vllm(VLLM_032, load, name="alone", model=llama4).answers()
-    load["engine"] = TWO_TENSOR_RANKS | NO_REPLICAS
-    balanced = run_vllm(VLLM_032, load, model=llama4, EPLB_AGENT_SERVICE=service.address)
-    check_same_answers(balanced.answers(), expected)
+    enough = tmp_path / "enough"
+    load = {"requests": 8, "max_tokens": 60}
+    endless = load | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS | NO_REPLICAS}
+    balanced = run_vllm(VLLM_032, endless, model=llama4, EPLB_AGENT_SERVICE=service.address)
+    service.wait_until(lambda status: status.status.layers_switched >= 3, 900)
+    balanced.wait_for_another_round()
+    enough.touch()
+    answers = balanced.answers()
+    load["rounds"] = len(answers) // load["requests"]
+    check_same_answers(answers, run_vllm(VLLM_032, load, name="alone", model=llama4).answers())
     check_switches(service, 3, balanced.tail())
 
 
 @SWITCHES_OFTEN
-def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(run_vllm, alone, service):
+def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(
+    run_vllm, alone, service, tmp_path
+):
     agent = {"EPLB_AGENT_SERVICE": service.address}
     endless = LOAD | {"rounds": 1000, "engine": TWO_TENSOR_RANKS}
     struck = run_vllm(VLLM_032, endless, name="struck", **agent)
@@ -264,8 +271,13 @@ def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(ru
     os.kill(workers[1], signal.SIGKILL)
     assert "EngineDeadError" in struck.failure(seconds=180)
     before = service.status().status.layers_switched
-    balanced = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, **agent)
-    check_same_answers(balanced.answers(), alone(run_vllm))
+    enough = tmp_path / "enough"
+    balanced = run_vllm(VLLM_032, endless | {"until": str(enough)}, **agent)
+    service.wait_until(lambda status: status.status.layers_switched > before, 900)
+    balanced.wait_for_another_round()
+    enough.touch()
+    answers = balanced.answers()
+    check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
     check_switches(service, before + 1, balanced.tail())
 
 
