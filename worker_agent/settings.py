@@ -213,7 +213,7 @@ def misspelt_settings(variables: Iterable[str]) -> list[str]:
     --------
     Settings are not case-sensitive:
 
-    >>> misspelt(["PATH", "EPLB_AGENT_SERVICE", "eplb_agent_deploymnt"])
+    >>> misspelt_settings(["PATH", "EPLB_AGENT_SERVICE", "eplb_agent_deploymnt"])
     ['eplb_agent_deploymnt is not a setting and has no effect; did you mean EPLB_AGENT_DEPLOYMENT?']
     """
     prefix = AgentSettings.model_config["env_prefix"]

@@ -160,7 +160,7 @@ def promise_of_steps(par_TL: Float64, *, held_out: bool) -> Promise:
     --------
     The last channel is the mean over the layers:
 
-    >>> promise = promise_of(np.array([[1.1, 1.3], [1.2, 1.4]]), held_out=True)
+    >>> promise = promise_of_steps(np.array([[1.1, 1.3], [1.2, 1.4]]), held_out=True)
     >>> promise.mean_C.round(3), promise.variance_C.round(3)
     (array([1.15, 1.35, 1.25]), array([0.005, 0.005, 0.005]))
     """

@@ -171,7 +171,7 @@ def run_external_policy(
     ...     return phy2log_LRS[:, ::-1]
     >>> deployed = Placement.linear(layers=1, experts=4, ranks=2, slots=2)
     >>> window = Window(np.ones((1, 1, 4), dtype=np.int64))
-    >>> placement, log2phy_RLE = answer_of("swap", swap_ranks, window, deployed)
+    >>> placement, log2phy_RLE = run_external_policy("swap", swap_ranks, window, deployed)
     >>> placement.phy2log_LRS.tolist()
     [[[2, 3], [0, 1]]]
     >>> log2phy_RLE is None

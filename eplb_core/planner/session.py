@@ -77,13 +77,13 @@ class DecisionSession:
     The first decision is due after 64 steps. It keeps every layer, so the next one is due 24 steps later:
 
     >>> import numpy as np
-    >>> from eplb_core.planner.plan import promise_of
+    >>> from eplb_core.planner.plan import promise_of_steps
     >>> par_TL = np.full((100, 2), 1.2)
     >>> session = DecisionSession(Pace(first=64, memory=512, longest=512))
     >>> session, processed = session.after_steps(par_TL)
     >>> processed, session.is_due(served=processed, interval=512)
     (64, True)
-    >>> outlook = Outlook(promise_of(par_TL[:64], held_out=True))
+    >>> outlook = Outlook(promise_of_steps(par_TL[:64], held_out=True))
     >>> session = session.begin_decision(served=64).after_decision(outlook, cost=0.0, changed=False)
     >>> session.pace.due_at
     88

@@ -257,7 +257,7 @@ def optimal_peaks(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
     Expert 0 has a replica on each rank. All its 4 tokens go to rank 1, so that both ranks process 6:
 
     >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
-    >>> levels_of_episodes(phy2log_RS, np.array([[4], [6], [2]], dtype=np.float32))
+    >>> optimal_peaks(phy2log_RS, np.array([[4], [6], [2]], dtype=np.float32))
     array([6.], dtype=float32)
     """
     heat_NLE = np.ascontiguousarray(scaled_EN.T[:, None], dtype=np.float64)

@@ -516,7 +516,7 @@ def follow_slots(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
     Rank 0 now holds its experts 0 and 1 in the opposite order:
 
     >>> log2phy_GE = np.array([[0, 1, 3], [2, 1, 3]], dtype=np.int32)
-    >>> rehoused(log2phy_GE, np.array([[1, 0], [0, 2]], dtype=np.int32))
+    >>> follow_slots(log2phy_GE, np.array([[1, 0], [0, 2]], dtype=np.int32))
     array([[1, 0, 3],
            [2, 0, 3]], dtype=int32)
     """

@@ -57,7 +57,7 @@ def repeat_layers(
 
     Examples
     --------
-    >>> rows = for_each_layer(np.array([[5, 0, 1]]), each_L=np.array([2]))
+    >>> rows = repeat_layers(np.array([[5, 0, 1]]), each_L=np.array([2]))
     >>> [row.tolist() for row in rows]
     [[5, 0, 1], [1, 5, 0]]
     """

@@ -104,7 +104,7 @@ def test_failed_writes_are_repeated_as_soon_as_the_disk_accepts_them(failures: F
     assert [(plan.plan_id, plan.at, plan.outcome) for plan in plans] == [
         (1 + number, 100.0 + number, Outcome.DONE.value) for number in reversed(range(5))
     ]
-    assert reopened.first_layout("left") is not None
+    assert reopened.initial_layout("left") is not None
     reopened.close()
 
 

@@ -41,7 +41,7 @@ def index_to_evict(hosts: Sequence[str]) -> int:
 
     Examples
     --------
-    >>> makes_room(["a", "b", "b", "c"])
+    >>> index_to_evict(["a", "b", "b", "c"])
     1
     """
     return hosts.index(Counter(hosts).most_common(1)[0][0])
