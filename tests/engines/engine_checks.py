@@ -14,8 +14,8 @@ Checksums are off because they would stop the agent first.
 MAX_LOST = 2.0
 """Maximum number of lost steps of heat per received step.
 
-The engine's processes run 250 passes per second on the two cores that they share with the service. With tensor-parallel
-ranks, their heat sometimes does not arrive for seconds, and the agents then drop the oldest.
+The engine runs 250 passes per second. The main threads of tensor-parallel ranks spin while they wait, so on two cores
+the service sometimes does not run for seconds, and the agents drop the oldest heat.
 """
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
