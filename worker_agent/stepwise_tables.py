@@ -179,7 +179,7 @@ def _exact(slots: _ReplicaSlots, on_rank_RM: Float64, order_R: list[int]) -> tup
     """Return matrices that correct a split so that each expert's slots add up to its tokens.
 
     The first slot of an expert gets the difference. The corrected split is the first matrix times the totals plus the
-    second matrix times the split. It consists of the running sums of the rank loads, in forest order, followed by the
+    second matrix times the split. The result stacks the running sums of the rank loads, in forest order, and the
     tokens of the slots.
 
     Returns

@@ -350,7 +350,7 @@ def _replicated_experts(expert_P: Int32, share_P: Float64, spread_E: Float64) ->
 
 @part
 def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
-    """Hash a layer's heat in a step, together with the step number so that steps with equal heat differ."""
+    """Hash a layer's heat in a step, together with the step number so that steps with equal heat get different keys."""
     bits = np.uint64(step) * np.uint64(0xD1342543DE82EF95)
     weight = np.uint64(0x9E3779B97F4A7C15)
     for e in range(heat_E.shape[0]):

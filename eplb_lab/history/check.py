@@ -249,7 +249,7 @@ def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> 
 
 
 def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
-    """Check that each heat report has the layer epochs of its steps, and that reports do not overlap.
+    """Check that each heat report carries the layer epochs of its steps, and that reports do not overlap.
 
     A commit at step ``s`` takes effect between the forward passes ``s - 1`` and ``s``, counted from 0.
     """

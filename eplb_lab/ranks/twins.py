@@ -48,7 +48,7 @@ class Task:
     slots
         S, the number of slots per rank.
     dispatcher
-        ``all2allv``, ``allgather`` or ``mc2``; for a model also ``moge``.
+        ``all2allv``, ``allgather``, ``mc2`` or, for models only, ``moge``.
     split
         Method of splitting an expert's tokens over its replicas in the live layers: ``tables`` or ``step``.
     dealing_width

@@ -307,7 +307,7 @@ class _Run:
         )
 
     def _decide_externally(self, window: Window, step: int) -> ReplayedDecision:
-        """Decide on a window that ends before ``step`` with an external policy, and start the plan."""
+        """Run an external policy on the window that ends before ``step``, and start its plan."""
         before = self._serving
         began = time.perf_counter()
         changed = self._run_external(window)

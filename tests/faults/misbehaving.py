@@ -34,7 +34,7 @@ _FEWEST_PASSES = 16
 class Host:
     """One rank's model and agent, and a host that may miss or repeat its calls to the agent.
 
-    ``misses`` and ``doubles`` are the numbers of calls that the host will skip or make twice. ``ahead`` has the same
+    ``misses`` and ``doubles`` count the next calls that the host skips and makes twice, respectively. ``ahead`` has the same
     meaning as in ``Passes``.
     """
 

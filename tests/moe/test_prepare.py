@@ -1,4 +1,4 @@
-"""Tests that gathering over a layer's groups gives every rank all tokens, and that outputs return exactly."""
+"""Gathering over a layer's groups gives every rank all tokens, and each rank gets back its own tokens' outputs."""
 
 from __future__ import annotations
 

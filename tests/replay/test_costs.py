@@ -1,4 +1,4 @@
-"""Decisions use the same costs as the replay charges, and the source of each assumption is given."""
+"""Decisions use the costs that the replay charges, and each assumption is listed with its source."""
 
 from __future__ import annotations
 

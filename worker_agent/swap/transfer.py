@@ -29,7 +29,7 @@ from worker_agent.swap.staging import Staging
 _log = logging.getLogger("eplb.agent")
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-"""Maximum message size in bytes, except for a tensor in blocks. It must be the same on all ranks."""
+"""Maximum message size in bytes, the same on all ranks. Tensors in a blocked memory format (NZ) are sent whole."""
 _MAX_SLOWDOWN = 2.0
 """Cap on the link time charged to an exchange, as a multiple of the fastest exchange's time per byte."""
 _JOIN_SECONDS = 1.0

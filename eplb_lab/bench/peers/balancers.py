@@ -1,4 +1,4 @@
-"""Adapters from the peers' balancers to the ``Policy`` protocol of this benchmark."""
+"""Adapters from other projects' balancers to this benchmark's ``Policy`` protocol."""
 
 from __future__ import annotations
 

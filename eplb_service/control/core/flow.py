@@ -235,7 +235,7 @@ class Stall:
     steps: int = 0
 
     def after(self, now: float, step: int, count: int | None) -> Stall:
-        """Return the state at time ``now``, given the step of the rank furthest ahead and the counter."""
+        """Return the state at time ``now``, given the highest step of any rank and the counter's value."""
         if count is None or count != self.count or step < self.step:
             return Stall(count, now, step)
         return replace(self, seconds=now - self.since, steps=step - self.step)
