@@ -43,7 +43,7 @@ from eplb_core.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
 
 
 class TablesByExpert(NamedTuple):
-    """Tables in expert order, so that an expert's entries for all sources are contiguous, and the slots of each expert."""
+    """Tables in expert order, with an expert's entries for all sources side by side, and the slots of each expert."""
 
     chosen_EG: Int32
     """int32 ``[E, G]``, physical id to which each source sends its tokens of each expert, updated in place."""

@@ -286,13 +286,15 @@ def test_an_engine_is_balanced_after_a_killed_worker_stopped_the_previous_one(
 def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, service):
     redundancy = '{"num_redundant_experts": 4, "use_async": false}'
     options = ["-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", redundancy]
-    rounds = 8
-    expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
     defect = WITHOUT_WEIGHTS if broken else {}
     server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address, **defect)
     server.wait_until_healthy()
-    waves = [prompts(8, seed=turn + 1) for turn in range(rounds)]
-    streamed = [answer for wave in waves for answer in server.answers(wave, 120)]
+    streamed = []
+    rounds = 0
+    while rounds < 8 or (rounds < 100 and service.status().status.layers_switched < 10):
+        streamed += server.answers(prompts(8, seed=rounds % DIFFERENT_ROUNDS + 1), 120)
+        rounds += 1
+    expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
     assert (streamed != expected) if broken else (streamed == expected)
     check_switches(service, 10, server.tail())
 

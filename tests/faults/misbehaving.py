@@ -34,8 +34,8 @@ _FEWEST_PASSES = 16
 class Host:
     """One rank's model and agent, and a host that may miss or repeat its calls to the agent.
 
-    ``misses`` and ``doubles`` count the next calls that the host skips and makes twice, respectively. ``ahead`` has the same
-    meaning as in ``Passes``.
+    ``misses`` and ``doubles`` count the next calls that the host skips and makes twice, respectively. ``ahead`` has
+    the same meaning as in ``Passes``.
     """
 
     def __init__(self, history: Path, ahead: Sequence[int]) -> None:
