@@ -64,7 +64,7 @@ def serve(tmp_path, service, **options):
     agent = {
         "EPLB_AGENT_SERVICE": service.address,
         "EPLB_AGENT_VERIFY_TRANSFERS": verify,
-        "EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE": str(options["quant"] != "NONE"),
+        "EPLB_AGENT_QUANTISED_EXPERTS": str(options["quant"] != "NONE"),
     }
     port = free_address().rpartition(":")[2]
     ranks = [
