@@ -119,25 +119,17 @@ def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, ser
         assert found[0]["tables"] == found[1]["tables"]
 
 
-@pytest.mark.parametrize(
-    ("release", "comm", "quant"),
-    [
-        ("0.23", "MC2", "NONE"),
-        ("0.23", "ALLTOALL", "W8A8"),
-        ("0.23", "ALLGATHER", "NONE"),
-        ("0.18", "MC2", "NONE"),
-        ("0.18", "MC2", "W8A8"),
-        ("0.18", "ALLGATHER", "NONE"),
-    ],
-)
-def test_tables_that_change_without_weights_are_detected(release, comm, quant, tmp_path, service):
-    options = {"comm": comm, "quant": quant, "custom_ops": comm == "MC2"}
+@pytest.mark.parametrize("comm", ["MC2", "ALLGATHER"])
+@pytest.mark.parametrize("release", ["0.23", "0.18"])
+def test_tables_that_change_without_weights_are_detected(release, comm, tmp_path, service):
+    """Quantised experts are always verified, so that the agent itself would stop."""
+    options = {"comm": comm, "custom_ops": comm == "MC2"}
     if comm == "ALLGATHER":
         options["redundant"] = 0
     found = serve(tmp_path, service, release=release, broken=True, **options)
     worst = max(rank["worst"] for rank in found)
     print(f"outputs {worst:.2g} apart")
-    assert worst > 10 * ROUNDING[quant]
+    assert worst > 10 * ROUNDING["NONE"]
 
 
 @pytest.mark.parametrize(
