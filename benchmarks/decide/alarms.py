@@ -49,7 +49,7 @@ def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: 
     stretches
         Number of stationary segments of 1,000 steps that are searched for false alarms.
     changes
-        Number of changes for which the delay is measured.
+        Number of changes whose delay is measured.
     """
     generator = np.random.default_rng(seed)
     false = 0

@@ -35,7 +35,7 @@ class Holds:
     cpu
         CPU seconds of the thread in the longest callback.
     still
-        Longest time within one callback for which the host did not run the virtual CPU, although the guest counts it as
+        Longest time within one callback in which the host did not run the virtual CPU, although the guest counts it as
         CPU time of the thread. It is not included in ``cpu``.
     name
         Name of the longest callback.

@@ -1,6 +1,6 @@
 """Agents that run as coroutines, several per process: real streams and synthetic heat, but no model.
 
-The agents carry out plans by the clock. All ranks receive a start step, from which one layer switches every few steps.
+The agents carry out plans by the clock. All ranks receive a start step, and then switch one layer every few steps.
 Like real agents, they send the plan's statuses and end their reports at each switch. From then on, a slot's tokens are
 drawn for the expert that it now holds.
 """

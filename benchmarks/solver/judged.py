@@ -279,7 +279,7 @@ class Cell(NamedTuple):
 
 
 def compared_cells(rows: Rows, policy_name: str = OURS) -> list[Cell]:
-    """Compare a policy with FlashLB on every shape and kind on which both were measured.
+    """Compare a policy with FlashLB on every shape and kind of heat measured for both.
 
     A cell fails if it misses its tolerance on any seed.
     """
@@ -325,7 +325,7 @@ def time_ratio(
     shape
         Name of the shape.
     kinds
-        Kinds of heat for which times are summed.
+        Kinds of heat whose times are summed.
     measure
         Function that reduces the repeats of a decision to one time.
     policy_name
