@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eplb_core.wire.channel import DEFAULT_ADDRESS, Security
+from worker_agent.modes import Mode
 
 TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
 """Library that transfers experts. ``auto`` selects one according to the experts' device."""
@@ -33,6 +34,11 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="EPLB_AGENT_", extra="forbid", frozen=True)
 
+    mode: Mode | None = Field(
+        None,
+        description="observe (record heat, change nothing), policy (decide inside the engine's own EPLB, which moves "
+        "the weights) or full (replace the engine's EPLB); full if only the service is set",
+    )
     service: str = Field(DEFAULT_ADDRESS, description="host:port of the service")
     deployment: str = Field("default", description="name of this served model instance")
     node: str = Field(default_factory=socket.gethostname, description="name of this rank's host")
@@ -118,6 +124,35 @@ class AgentSettings(BaseSettings):
         False,
         description="run even if the engine's functions match the tested signatures but not the tested bodies, or if "
         "the engine release is untested",
+    )
+    decision_timeout_seconds: float = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="longest wait for the service's decision in policy mode; the ranks then decide themselves",
+    )
+    window_parts: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="number of parts into which policy mode divides the engine's window of heat",
+    )
+    step_split: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="choose replicas by each step's own counts: on, off, or auto (on if all ranks see all tokens of a "
+        "step and the estimated gain exceeds the cost)",
+    )
+    initial_placement: Path | None = Field(
+        None,
+        description="placement file (from eplb solve --out) from which policy mode starts in vLLM",
+    )
+    log_interval_steps: int = Field(
+        1000, ge=1, description="forward passes between two log lines that state the balance of the engine"
+    )
+    trace: Path | None = Field(
+        None,
+        description="trace file that observe mode writes if no service is set, as .npz; by default, only log lines are "
+        "written",
     )
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"

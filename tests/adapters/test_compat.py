@@ -11,7 +11,6 @@ import pytest
 from tools import engine_fingerprints
 from worker_agent.adapters import compat, plugins
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.sglang import hooks as sglang_hooks
 
 BODY = "class State:\n    def step(self, is_dummy=False):\n        return is_dummy\n"
 
@@ -180,8 +179,7 @@ def test_plugins_change_nothing_without_a_service(package, service, monkeypatch)
     if service is not None:
         monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
     touched = []
-    monkeypatch.setattr(plugins, "_install_into_vllm", lambda *engine: touched.append(engine))
-    monkeypatch.setattr(sglang_hooks, "install", lambda: touched.append("sglang"))
+    monkeypatch.setattr(plugins, "_install", lambda *mode: touched.append(mode))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: package == "vllm_ascend" or None)
     getattr(plugins, f"register_{package}")()
     assert touched == []
@@ -191,7 +189,7 @@ def test_a_misspelt_service_variable_is_logged(monkeypatch, caplog):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     monkeypatch.setenv("EPLB_AGENT_SERVCE", "eplb:50551")
     plugins._warn_of_misspelt_names.cache_clear()
-    assert plugins._is_requested() is plugins._is_requested() is False
+    assert plugins._requested_mode() is plugins._requested_mode() is None
     (message,) = caplog.messages
     assert "does nothing" in message
     assert "did you mean EPLB_AGENT_SERVICE?" in message

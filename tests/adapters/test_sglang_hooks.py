@@ -34,6 +34,7 @@ def sglang(monkeypatch):
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
         "sglang.srt.runtime_context": {"get_exec": lambda: execution},
     }
+    monkeypatch.setattr(plugins, "_installed", set())
     put_modules(monkeypatch, {"sglang": {}, "sglang.srt": {}, "sglang.srt.plugins": {}, **modules})
     return SimpleNamespace(registry=registry, moe=execution.moe)
 

@@ -1,7 +1,8 @@
 """Plugin entry points. Each engine calls its own entry point in every process, possibly more than once.
 
-If ``EPLB_AGENT_SERVICE`` is not set, the entry points do nothing and import nothing from the engine. If the adapter
-does not support the engine's release, they raise ``UnsupportedEngineError`` before patching the engine.
+``modes.requested_mode`` determines what is installed. If no mode is requested, the entry points do nothing and import
+nothing from the engine. If the mode does not support the engine's release, they raise ``UnsupportedEngineError`` before
+patching the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from functools import cache
 
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.modes import Mode, requested_mode
 
 _log = logging.getLogger("eplb.agent")
 _installed: set[str] = set()
@@ -40,55 +42,67 @@ def _log_to(engine: str) -> None:
         agent_log.propagate = False
 
 
+_HOOKS = {
+    "full": "worker_agent.adapters.{engine}.hooks",
+    "policy": "worker_agent.policy.{engine}",
+    "observe": "worker_agent.observe.{engine}",
+}
+"""Module that installs each mode into an engine."""
+_EFFECTS = {
+    "full": "balances the expert-parallel layers of",
+    "policy": "decides for the EPLB of",
+    "observe": "records the expert heat of",
+}
+
+
 def register_vllm() -> None:
-    """Replace vLLM's balancer with the agent. ``register_vllm_ascend`` handles vLLM-Ascend."""
-    if _is_requested() and importlib.util.find_spec("vllm_ascend") is None:
-        _install_into_vllm("worker_agent.adapters.vllm.hooks", "vLLM with --enable-eplb")
+    """Install the requested mode into vLLM. ``register_vllm_ascend`` handles vLLM-Ascend."""
+    mode = _requested_mode()
+    if mode is not None and importlib.util.find_spec("vllm_ascend") is None:
+        _log_to("vllm")
+        _install(mode, "vllm", "vLLM" if mode == "observe" else "vLLM with --enable-eplb")
 
 
 def register_vllm_ascend() -> None:
-    """Replace vLLM-Ascend's balancer with the agent."""
-    if _is_requested() and importlib.util.find_spec("vllm_ascend") is not None:
-        _install_into_vllm("worker_agent.adapters.vllm_ascend.hooks", "vLLM-Ascend with dynamic_eplb")
-
-
-def _install_into_vllm(hooks: str, engine: str) -> None:
-    if hooks not in _installed:
+    """Install the requested mode into vLLM-Ascend."""
+    mode = _requested_mode()
+    if mode is not None and importlib.util.find_spec("vllm_ascend") is not None:
         _log_to("vllm")
-        importlib.import_module(hooks).install()
-        _installed.add(hooks)
-        _log_installation(engine)
+        _install(mode, "vllm_ascend", "vLLM-Ascend with dynamic_eplb")
 
 
 def register_sglang() -> None:
-    """Replace SGLang's EPLB manager with the agent. SGLang calls this once per process.
+    """Install the requested mode into SGLang, which calls this once per process.
 
     Raises
     ------
     SystemExit
-        If the adapter does not support this SGLang release, or if the agent's settings are invalid. SGLang would merely
+        If the mode does not support this SGLang release, or if the agent's settings are invalid. SGLang would merely
         log any other exception and then serve with its own balancer, even though the user asked for the agent.
     """
-    if not _is_requested():
-        return
-    from worker_agent.adapters.sglang import hooks
-
     try:
-        hooks.install()
+        mode = _requested_mode()
+        if mode is not None:
+            _install(mode, "sglang", "SGLang" if mode == "observe" else "SGLang with --enable-eplb")
     except (UnsupportedEngineError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    _log_installation("SGLang with --enable-eplb")
 
 
-def _log_installation(engine: str) -> None:
-    _log.info("eplb-agent balances the expert-parallel layers of %s", engine)
+def _install(mode: Mode, engine: str, description: str) -> None:
+    """Install a mode into an engine once per process."""
+    hooks = _HOOKS[mode].format(engine=engine)
+    if hooks in _installed:
+        return
+    importlib.import_module(hooks).install()
+    _installed.add(hooks)
+    _log.info("eplb-agent %s %s", _EFFECTS[mode], description)
 
 
-def _is_requested() -> bool:
-    requested = bool(os.environ.get("EPLB_AGENT_SERVICE", "").strip())
-    if not requested:
+def _requested_mode() -> Mode | None:
+    mode = requested_mode()
+    if mode is None:
         _warn_of_misspelt_names()
-    return requested
+    return mode
 
 
 @cache
@@ -98,4 +112,7 @@ def _warn_of_misspelt_names() -> None:
         from worker_agent.settings import misspelt_settings
 
         for complaint in misspelt_settings(os.environ):
-            _log.warning("eplb-agent does nothing because EPLB_AGENT_SERVICE is not set: %s", complaint)
+            _log.warning(
+                "eplb-agent does nothing because neither EPLB_AGENT_MODE nor EPLB_AGENT_SERVICE is set: %s",
+                complaint,
+            )
