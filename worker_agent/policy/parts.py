@@ -1,0 +1,36 @@
+"""Heat of an engine's window as policy mode passes it to the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+
+def parts_of_window(window_TX: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return the sums over consecutive parts of a window's steps, oldest first, ``[N, ...]`` on the window's device.
+
+    Parameters
+    ----------
+    window_TX
+        Counts of each step, oldest first, ``[T, ...]``.
+    parts
+        Maximum number of parts; there are at most T.
+
+    Examples
+    --------
+    >>> parts_of_window(torch.tensor([[1], [2], [3], [4], [5]]), 2).tolist()
+    [[6], [9]]
+    """
+    return torch.stack(
+        [part.sum(dim=0) for part in torch.tensor_split(window_TX, min(parts, len(window_TX)))]
+    )
+
+
+def without_copies(heat_NLE: npt.NDArray[Any], ranks: int) -> npt.NDArray[Any]:
+    """Return the tokens if every rank counted all of them, so that vLLM's sum over the ranks contains each R times.
+
+    In that case, all counts are multiples of R. Otherwise, the counts are returned unchanged.
+    """
+    return heat_NLE if (heat_NLE % ranks).any() else heat_NLE // ranks

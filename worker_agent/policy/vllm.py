@@ -1,0 +1,217 @@
+"""Policy mode in vLLM 0.24 and later: the planner takes the place of vLLM's ``default`` EPLB policy."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_core.planner.settings import EVEN
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.policy.agreement import Agreement
+from worker_agent.policy.parts import parts_of_window, without_copies
+from worker_agent.settings import AgentSettings
+
+_log = logging.getLogger("eplb.agent")
+
+_PARAMETERS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices")
+"""Parameters of ``rebalance_experts`` in vLLM 0.24 to 0.33."""
+_REARRANGE = ("self", "is_profile", "rank_mapping")
+"""First parameters of ``EplbState.rearrange`` in these releases."""
+_KEY = "default"
+"""Name of the policy to replace, because vLLM's asynchronous EPLB accepts no other name."""
+
+
+class PlannerPolicy:
+    """vLLM's ``AbstractEplbPolicy``, decided by this project's planner.
+
+    vLLM calls ``rebalance_experts`` on the class, on the model's thread or on the thread of its asynchronous EPLB, with
+    the sum of the window. ``note_window`` has received the same window in parts before that call, on the model's
+    thread.
+
+    Attributes
+    ----------
+    fallback
+        vLLM's own policy, which decides if this one cannot.
+    agreement
+        Agreement of the EP ranks; ``None`` before the first model is loaded.
+    """
+
+    fallback: Any = None
+    agreement: Agreement | None = None
+    _leave_to_vllm = False
+    _windows: list[tuple[torch.Tensor, torch.Tensor]] = []  # noqa: RUF012, replaced as a whole, never modified
+    _starts: list[np.ndarray[Any, np.dtype[np.int64]]] = []  # noqa: RUF012, as above
+
+    @classmethod
+    def rebalance_experts(
+        cls,
+        weight: torch.Tensor,
+        num_replicas: int,
+        num_groups: int,
+        num_nodes: int,
+        num_ranks: int,
+        old_global_expert_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the new placement, int64 ``[layers, num_replicas]`` on the CPU, equal on all ranks.
+
+        The conditions below are the same on all ranks, because vLLM passes the same arguments to all of them.
+        """
+        old = old_global_expert_indices
+        ours = cls.agreement is not None and old is not None and not cls._leave_to_vllm
+        if ours and old is not None and cls.agreement is not None:
+            is_steady = tuple(old.shape) == (weight.shape[0], num_replicas) and int(old.min()) >= 0
+            if is_steady:
+                old_LP = old.numpy().astype(np.int64)
+                new_LP = cls._start_for(old_LP)
+                if new_LP is None and not bool(weight.any()):
+                    return old
+                if new_LP is None:
+                    new_LP = cls._decided(cls.agreement, weight, old_LP, num_ranks, num_nodes)
+                if new_LP is not None:
+                    return torch.from_numpy(new_LP.copy())
+        new: torch.Tensor = cls.fallback.rebalance_experts(
+            weight, num_replicas, num_groups, num_nodes, num_ranks, old
+        )
+        return new
+
+    @classmethod
+    def _decided(
+        cls, agreement: Agreement, weight: torch.Tensor, old_LP: Any, ranks: int, nodes: int
+    ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        parts = next(
+            (parts for total, parts in cls._windows if torch.equal(total, weight.to(total.dtype))), None
+        )
+        heat_NLE = weight.unsqueeze(0) if parts is None else parts
+        return agreement.placement(
+            without_copies(heat_NLE.numpy(), ranks), old_LP, ranks, nodes=nodes, timed=parts is not None
+        )
+
+    @classmethod
+    def _start_for(cls, old_LP: Any) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Return the recorded placement for a model of this shape, once."""
+        for start_LP in cls._starts:
+            if start_LP.shape == old_LP.shape:
+                cls._starts = [other for other in cls._starts if other is not start_LP]
+                return start_LP
+        return None
+
+
+def install() -> None:
+    """Replace vLLM's default EPLB policy, and hand it the window in parts.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        If this vLLM has another interface, or if the planner is not installed. Nothing is patched then.
+    """
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.distributed.eplb.policy import EPLB_POLICIES
+
+    settings = AgentSettings()
+    check_interface()
+    PlannerPolicy.fallback = EPLB_POLICIES[_KEY]
+    EPLB_POLICIES[_KEY] = PlannerPolicy
+    add_model = EplbState.add_model
+    rearrange = EplbState.rearrange
+
+    @wraps(add_model)
+    def add_model_and_join(self: Any, *arguments: Any, **keywords: Any) -> None:
+        add_model(self, *arguments, **keywords)
+        if PlannerPolicy.agreement is None:
+            PlannerPolicy.agreement = _join(self)
+
+    @wraps(rearrange)
+    def rearrange_by_parts(
+        self: Any, is_profile: bool = False, rank_mapping: Any = None, *rest: Any, **keywords: Any
+    ) -> Any:
+        PlannerPolicy._leave_to_vllm = is_profile or rank_mapping is not None
+        if not PlannerPolicy._leave_to_vllm and not any((*rest, *keywords.values())):
+            PlannerPolicy._windows = _windows_of(self, settings.window_parts)
+        return rearrange(self, is_profile, rank_mapping, *rest, **keywords)
+
+    EplbState.add_model = add_model_and_join
+    EplbState.rearrange = rearrange_by_parts
+
+
+def check_interface() -> None:
+    """Raise ``UnsupportedEngineError`` unless this vLLM has the known interface and the planner is installed."""
+    import vllm
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.distributed.eplb.policy import EPLB_POLICIES
+
+    policy = EPLB_POLICIES.get(_KEY)
+    actual = tuple(inspect.signature(policy.rebalance_experts).parameters) if policy is not None else ()
+    if actual != _PARAMETERS:
+        raise UnsupportedEngineError(
+            f"vLLM {vllm.__version__}",
+            f"Its policy {_KEY!r} takes ({', '.join(actual)}) instead of ({', '.join(_PARAMETERS)})",
+            "Install vLLM 0.24 to 0.33 or a newer agent",
+        )
+    leading = tuple(inspect.signature(EplbState.rearrange).parameters)[: len(_REARRANGE)]
+    if leading != _REARRANGE:
+        raise UnsupportedEngineError(
+            f"vLLM {vllm.__version__}",
+            f"EplbState.rearrange takes ({', '.join(leading)}) instead of ({', '.join(_REARRANGE)})",
+            "Install vLLM 0.24 to 0.33 or a newer agent",
+        )
+    require_planner()
+
+
+def require_planner() -> None:
+    """Raise ``UnsupportedEngineError`` if numba, which the planner needs, is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("numba") is None:
+        raise UnsupportedEngineError(
+            "the planner is not installed in this environment",
+            "EPLB_AGENT_MODE=policy needs numba",
+            "Install 'eplb-agent[policy]'",
+        )
+
+
+def _join(state: Any) -> Agreement | None:
+    """Return the agreement of the EP ranks, over the group that only vLLM's EPLB uses."""
+    from vllm.distributed.parallel_state import get_eplb_group
+
+    if getattr(state.parallel_config, "enable_elastic_ep", False):
+        _log.warning("elastic expert parallelism is enabled, so vLLM's own policy decides")
+        return None
+    return Agreement(get_eplb_group().cpu_group, EVEN)
+
+
+def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the sum of each model's window and its parts, summed over all ranks (collective over the EP group).
+
+    Returns
+    -------
+    list of tuple
+        For each model, its sum, int64 ``[L, E]``, which vLLM passes to the policy, and its parts, int64 ``[N, L, E]``.
+    """
+    from vllm.distributed.parallel_state import get_ep_group
+
+    windows = []
+    for model_state in state.model_states.values():
+        window_TLP = model_state.expert_load_window
+        rows = window_TLP.shape[0]
+        ordered_TLP = torch.roll(window_TLP, -state.expert_load_window_step, 0)
+        # vLLM assigns every row to the experts that are in the slots now, but rows from before the last rearrangement
+        # were counted for other experts.
+        valid = min(rows, state.expert_rearrangement_step_interval)
+        older_LP = ordered_TLP[: rows - valid].sum(dim=0, keepdim=True)
+        counts_NLP = torch.cat([older_LP, parts_of_window(ordered_TLP[rows - valid :], parts)]).long()
+        experts = model_state.model.num_logical_experts
+        slot_LP = model_state.physical_to_logical_map[:, : window_TLP.shape[2]].long()
+        slot_LP = slot_LP.masked_fill(slot_LP < 0, experts)
+        heat_NLE = counts_NLP.new_zeros((*counts_NLP.shape[:2], experts + 1))
+        heat_NLE.scatter_add_(2, slot_LP.expand_as(counts_NLP), counts_NLP)
+        heat_NLE = heat_NLE[..., :experts].contiguous()
+        dist.all_reduce(heat_NLE, group=get_ep_group().device_group)
+        heat_NLE = heat_NLE.cpu()
+        windows.append((heat_NLE.sum(dim=0), heat_NLE[1:]))
+    return windows
