@@ -184,7 +184,7 @@ class PlannerSettings:
         "weight reads, as estimated for the ranks' device.",
         serve_only=True,
     )
-    seed: int = _setting(0, int, "Seed of the solver's random choices.", minimum=0)
+    seed: int = _setting(0, int, "Seed for the solver's random choices.", minimum=0)
     threads: int | None = _setting(
         None,
         int,
@@ -309,4 +309,4 @@ def number_or_auto(value: Any) -> NumberOrAuto:
     try:
         return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):
-        raise ValueError("expected a number, or auto") from None
+        raise ValueError("expected a number or auto") from None
