@@ -1,4 +1,4 @@
-"""Fits of cost curves to the measured times of kernel runs, a table of kernel runs, or a model's own steps.
+"""Fit cost curves to measured times: individual kernel runs, tables of kernel runs, or a model's own steps.
 
 For a given knee, the time is linear in the coefficients:
 
@@ -66,7 +66,7 @@ _KERNEL_COLUMNS = ("hidden_size", "inter_size", "num_experts", "topk", "moe_dtyp
 
 
 class CurveFitError(CurveError):
-    """Measurements that cannot be fitted by a cost curve."""
+    """Measurements to which no cost curve can be fitted."""
 
 
 class _BestFit(NamedTuple):

@@ -444,7 +444,7 @@ class HeatAssembler:
     window_steps
         Number of steps in the window.
     pending_steps
-        Maximum number of steps that the fastest rank may be ahead of the slowest. It is also the maximum number of
+        Maximum number of steps by which the fastest rank may be ahead of the slowest. It is also the maximum number of
         steps in a report.
     token_groups_R
         int32 ``[R]``, token group of each rank. Ranks of a group see the same tokens. By default, each rank is its own
@@ -457,7 +457,7 @@ class HeatAssembler:
     ----------
     assembled
         Number of steps that have ever entered the window.
-    passed_over
+    other_phase_steps
         Number of consecutive steps, up to the newest one, that were skipped because they were not in ``phase``.
     misrouted_steps
         Number of steps since the last switch in which slots that no rank's table contains received tokens.

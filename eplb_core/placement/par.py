@@ -1,4 +1,4 @@
-"""Peak-to-average ratio (PAR): the load of the hottest rank divided by the mean load. A perfect balance has PAR 1.0.
+"""Peak-to-average ratio (PAR): the load of the hottest rank divided by the mean load. It is 1.0 for perfect balance.
 
 PAR is computed for each step, or for each episode (several steps summed), and averaged over the steps with tokens. The
 PAR of a step or layer without tokens is NaN and is ignored in means.

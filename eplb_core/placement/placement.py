@@ -41,7 +41,7 @@ class Placement:
     Raises
     ------
     PlacementError
-        If an expert is out of range, missing, or twice on one rank.
+        If an expert is out of range, is missing, or appears twice on one rank.
 
     Examples
     --------
@@ -282,7 +282,7 @@ def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
     array
         Any array.
     salt
-        Text that is hashed as well, so that equal arrays with different meanings get different digests.
+        String that is hashed as well, so that equal arrays with different meanings get different digests.
     """
     text = f"{salt} {array.dtype.str} {array.shape} ".encode()
     digest = hashlib.blake2b(text + array.tobytes(), digest_size=8).digest()

@@ -293,7 +293,7 @@ def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float,
     measured = replace(
         worth,
         price_kind=MEASURED,
-        price=f"step times before and after switches, {over}, comparing steps of about the same number of tokens",
+        price=f"step times before and after switches, {over}, comparing steps with about the same number of tokens",
     )
     if price.low <= _ROUNDING_US and price.high >= -_ROUNDING_US:
         reason = f"step time does not measurably follow balance {over} ({span}, 99 % interval)"

@@ -113,7 +113,7 @@ def entry_parts(tokens_X: Float64, width: int) -> Float64:
     ----------
     tokens_X
         float64 ``[...]``, mean number of tokens per step that a source sends to an expert. The number in a single step
-        is assumed to be Poisson distributed.
+        is assumed to be Poisson-distributed.
     width
         D, number of entries.
 

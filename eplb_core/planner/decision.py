@@ -1,6 +1,6 @@
 """Computations of the decision loop (``planner.session``): decisions, plan checks, the time price and the gain.
 
-They are pure functions of their inputs, which a service can run on a separate thread.
+They are pure functions of their inputs, so a service can run them on a separate thread.
 """
 
 from __future__ import annotations

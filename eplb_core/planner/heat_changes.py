@@ -20,7 +20,7 @@ MIN_LOOKBACK = 16
 """Shortest look-back that is considered, in steps."""
 
 _REGRET_TOLERANCE = 1.1
-"""A longer look-back is preferred if its error is at most this multiple of the smallest error."""
+"""Maximum error at which a longer look-back is preferred, as a multiple of the smallest error."""
 _MAX_FORECAST_LAYERS = 16
 """Maximum number of layers, evenly spaced, used to choose the look-back."""
 _MAX_FORECASTS = 4
@@ -141,7 +141,7 @@ def find_change(heat_TLE: Counts, max_age: int) -> int | None:
 
 @dataclass(frozen=True)
 class _SummedShares:
-    """Cumulative token shares of the experts in a few layers, which give the mean over any range of steps quickly.
+    """Cumulative token shares of the experts in a few layers, for quickly computing the mean over any range of steps.
 
     Each layer's shares are divided by the norm of their mean, so that all layers have the same weight.
 

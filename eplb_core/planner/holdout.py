@@ -2,8 +2,9 @@
 
 The search balances expected loads in episodes of several steps. If a step has few tokens, the ranks' actual loads
 differ from the expected loads. A placement then also scores better on its own window than on later steps, because it is
-fitted to experts that happened to be chosen in the same step, and it may even gain nothing. Each candidate for such a
-layer therefore has a counterpart that is fitted to one half of the window and scored step by step on the other half.
+fitted to experts that happened to be chosen in the same step. On later steps, it may gain nothing at all. Each
+candidate for such a layer therefore has a counterpart that is fitted to one half of the window and scored step by step
+on the other half.
 
 Large batches do not need this hold-out, because both effects are then below one percent.
 
@@ -27,11 +28,11 @@ from eplb_core.solver.whole_tokens import thinned
 from eplb_core.solver.window import standard_error
 
 SMALL_BATCH = 512.0
-"""Maximum number of expert choices per rank and step for which a layer is held out. With 128 choices, placements from
-scratch are 0.7 % worse on the next window than on the one they were fitted to. With 8 they are 3 % worse, and with 0.5
-they are 8 % worse (64 experts on 8 ranks x 10 slots, 192 steps)."""
+"""Maximum number of expert choices per rank and step at which a layer's changes need a hold-out. With 128 choices,
+placements from scratch are 0.7 % worse on the next window than on the one they were fitted to. With 8, they are 3 %
+worse, and with 0.5, they are 8 % worse (64 experts on 8 ranks x 10 slots, 192 steps)."""
 _MIN_STEPS = 8
-"""Minimum number of steps with tokens to split the window by time. With fewer, each step's tokens are split instead."""
+"""Minimum number of steps with tokens for splitting the window by time. With fewer, each step's tokens are split."""
 _OPTIMISM_LEFT = 0.5
 """Optimism of a fit to the whole window, relative to a fit to half of it. Optimism is inversely proportional to the
 number of steps. On synthetic and recorded steps of 1 to 256 tokens, promises are off by at most 2 % with a value of 0.5
@@ -156,7 +157,7 @@ def held_out(
     error = standard_error(gain_T)
     if gain_T.size and gain_T.size < _MIN_STEPS:
         # With so few steps, the measured error is unreliable. Estimate it by assuming that the hottest rank's token
-        # count is Poisson distributed.
+        # count is Poisson-distributed.
         tokens_T = parts.test_TLE[:, layer].sum(axis=1)[busy_T] / current[0].ranks
         error = float(np.sqrt(((current_T + candidate_T) / tokens_T).sum()) / gain_T.size)
     return HoldOutResult(gain_T, error, 0.0 if math.isnan(gap) else gap)

@@ -95,9 +95,9 @@ def _rejection(
 ) -> str | None:
     """Return the reason to reject a change, judged on the window's steps, or ``None`` to accept it.
 
-    With a cost curve, the change must save time, because only the curve shows if a better balance outweighs the weight
-    reads of additional replicas. Otherwise, it must lower the PAR of the steps. With small batches, the promised PAR
-    must not exceed the current one either. With large batches it may, because under drift the solver's hold-out has
+    With a cost curve, the change must save time, because only the curve shows whether better balance outweighs the
+    weight reads of additional replicas. Otherwise, it must lower the PAR of the steps. With small batches, the promised
+    PAR must not exceed the current one either. With large batches, it may: if heat drifts, the solver's hold-out has
     shown that keeping the layer would do even worse on later steps.
     """
     if figures.request.settings.deciding_curve is not None and verdict.us_planned is not None:

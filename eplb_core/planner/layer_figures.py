@@ -139,7 +139,7 @@ def centre_on_draws(par_TL: Float64, drawn_TL: Float64) -> Float64:
 def _small_batch_layers(request: SolveRequest, served: ServedWindow) -> npt.NDArray[np.bool_]:
     """Return a mask of the layers with few tokens per step, bool ``[L]``.
 
-    No layer counts if the host splits by step, because such a host splits few tokens as evenly as many.
+    No layer is included if the host splits by step, because such a host splits few tokens as evenly as many.
     """
     busy_steps_L = np.maximum((served.tokens_TK > 0).sum(axis=0), 1)
     mean_tokens_L = served.tokens_TK.sum(axis=0) / busy_steps_L

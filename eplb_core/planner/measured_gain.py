@@ -14,11 +14,11 @@ from eplb_core.heat.sources import ServedSteps
 from eplb_core.placement import Float64
 
 MIN_SWITCHES = 4
-"""Minimum number of switches, with step times before and after each, to measure a gain."""
+"""Minimum number of switches, with step times before and after each, for measuring a gain."""
 NEAR_STEPS = 64
 """Maximum number of steps compared on either side of a switch."""
 _MIN_STEPS = 8
-"""Minimum number of matched steps on either side of a switch to estimate its effect."""
+"""Minimum number of matched steps on either side of a switch for estimating its effect."""
 _BIN_WIDTH = math.log(1.1)
 """Width of a step-size bin, in the logarithm of the number of tokens. Step sizes in the same bin differ by at most
 about 10 %."""

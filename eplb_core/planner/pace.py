@@ -1,4 +1,4 @@
-"""Decision schedule: when to decide next, which steps to use, and how long the result is expected to serve.
+"""Decision schedule: when to decide next, which steps to use, and how long the resulting layout is expected to serve.
 
 A deployment makes a decision soon after its realised peak-to-average ratio (PAR) rises above the promised one. While
 decisions gain nothing, it decides rarely. On average, it stays within its CPU budget.
@@ -21,9 +21,9 @@ _SETTLING_STEPS = MIN_LOOKBACK
 """Maximum age, in steps, at which a new segment is still settling. In a settling segment, decisions follow in quick
 succession and the change test is suspended."""
 _MIN_INTERVAL = 24
-"""Minimum interval between decisions, in steps, once a segment has settled. On drift (``make bench-decide``, ten
-seeds), 12 steps lower the realised PAR by 2.5 % but require 2.6 times as many decisions. 32 steps raise it by 0.7 % and
-save a fifth of the decisions."""
+"""Minimum interval between decisions, in steps, once a segment has settled. On drifting heat (``make bench-decide``,
+ten seeds), 12 steps lower the realised PAR by 2.5 % but require 2.6 times as many decisions, and 32 steps raise it by
+0.7 % but save a fifth of the decisions."""
 _FIRST_DECISION_AGE = 4
 """Age, in steps, at which the first decision in a new segment is due. Four steps are just enough for two halves of two
 steps each."""
@@ -47,7 +47,7 @@ _MAX_PROMISE_STEPS = 32
 _CLIP_DEVIATIONS = 3.0
 """Number of standard deviations at which a step's excess is clipped before it updates the expectation."""
 _LEARNING_STEPS = 16
-"""Number of steps for which a channel is learning if its promise is not held out or is based on no tokens."""
+"""Number of steps for which a channel is learning if its promise is not held out, or is NaN for lack of tokens."""
 _LEARNING_WEIGHT = 4
 """Weight of a promise that is not held out, as a number of steps."""
 _MIN_LEARNING_DEVIATION = 0.1
@@ -93,7 +93,7 @@ class Pace:
     first
         Number of steps before the first decision.
     memory
-        Maximum number of steps that a decision looks back on.
+        Maximum look-back of a decision, in steps.
     longest
         Maximum interval between two decisions, in steps.
     seen
@@ -246,10 +246,10 @@ class Pace:
         return self._schedule(self.seen)
 
     def begun_at(self, step: int) -> Pace:
-        """Start a new segment at a change of heat found by ``weighed``, when ``seen`` had the value ``step``.
+        """Start a new segment at a change of heat that ``weighed`` found.
 
         While a segment is settling, a change close to its start is the one that raised the alarm. In that case, the
-        start of the segment is corrected instead.
+        start of the segment is corrected instead. ``step`` is the value of ``seen`` at the change.
         """
         if self.settling and step - self.changed_at < _FIRST_DECISION_AGE:
             return replace(self, changed_at=step)._schedule(step + _FIRST_DECISION_AGE)
@@ -356,13 +356,12 @@ class Pace:
         """Continue after a decision that keeps every layer; ``promise`` is computed from its window.
 
         In a settled segment, the steps served under this placement estimate the mean better than the promise does. The
-        promise ignores everything outside its window, and how the source ranks' shares vary between steps. The expected
-        mean is therefore kept. If the latest alarm was dismissed, the mean was too low, so it is learned from scratch
-        with a coarse test. The same applies while a segment is settling.
+        promise ignores everything outside its window, and the variation of the source ranks' shares between steps. The
+        expected mean is therefore kept. If the latest alarm was dismissed, the mean was too low, so it is learned from
+        scratch with a coarse test. The same applies while a segment is settling.
 
         For the variance and its inflation, the larger of the learned value and the window's value is used. The test
-        clips large excesses and does not learn while its sums are high, so the learned values leave out most of each
-        burst.
+        clips large excesses and does not learn while its sums are high, so the learned values omit most of each burst.
         """
         if self.expected is None or dismissed or self.settling:
             return self.serving(replace(promise, held_out=promise.held_out and self.expected is None))

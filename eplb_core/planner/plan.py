@@ -16,7 +16,7 @@ from eplb_core.solver.model import Recommendation
 from eplb_core.solver.window import inflation, inflation_error
 
 _MIN_STEPS = 32
-"""Minimum number of steps to estimate the correlation between consecutive steps."""
+"""Minimum number of steps needed to estimate the correlation between consecutive steps."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Plan:
     par_TL
         float64 ``[T, L]``, PAR of each step in the window under the new layout; NaN if there are no tokens.
     recommendations
-        Recommendation for each layer, or ``None``, which the next decision may follow without a hold-out; empty if
-        there are none.
+        Recommendation for each layer that the next decision may follow without a hold-out; ``None`` for layers without
+        one. Empty if there are no recommendations.
 
     Examples
     --------
@@ -221,7 +221,7 @@ class Outlook:
         Expected PAR of subsequent steps.
     paid
         True if the gain of the previous change exceeds its standard error; ``None`` if there was no change, or if too
-        few steps have been served since.
+        few steps have been served since then.
     forecasts
         Forecasts of the new layout's gain over the initial layout.
     burst

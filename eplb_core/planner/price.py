@@ -158,5 +158,8 @@ class SplitCost:
 
 
 def _rounds_for(choices: float) -> int:
-    """Return the number of rounds to split a layer's ``choices`` over all ranks; see ``docs/research/stepwise.md``."""
+    """Return the number of rounds needed to split a layer's ``choices``, counted over all ranks.
+
+    ``docs/research/stepwise.md`` explains this number.
+    """
     return 22 + math.ceil(20 * (math.sqrt(max(choices / 8192, 1.0)) - 1.0))

@@ -90,8 +90,8 @@ class SolveRequest:
     def episode_heat(self, layer_P: npt.NDArray[np.int64]) -> Float64:
         """Return the heat of the layers ``layer_P`` in each episode, float64 ``[P, N, E]``.
 
-        Each episode is the sum of several steps, in the order ``order``. If the host splits by step, each episode is a
-        single step instead. These steps are evenly spaced, starting with the first.
+        Each episode is the sum of several steps, in the order given by ``order``. If the host splits by step, each
+        episode is a single step instead. These steps are evenly spaced, starting with the first.
         """
         heat_TLE = self.window.heat_TLE
         if self.settings.split == STEP:

@@ -1,6 +1,6 @@
 """Rank loads under a placement and its tables, their noise floor, and the gain of one layout over another.
 
-Loads of single steps consist of whole tokens (``solver.whole_tokens``), as counted by the ranks. Loads of episodes,
+Loads of individual steps consist of whole tokens (``solver.whole_tokens``), as counted by the ranks. Loads of episodes,
 which the search uses, are expected values.
 """
 
@@ -35,14 +35,14 @@ _MAX_DRAWS = 8
 _DRAW_OFFSET = 1 << 32
 """Offset between the step numbers of two draws, which gives each draw its own random numbers."""
 _EXACT_TOKENS_PER_RANK = 8
-"""Maximum number of tokens per rank for which the noise floor is computed exactly. With more tokens, the error is at
+"""Maximum number of tokens per rank at which the noise floor is computed exactly. With more tokens, the error is at
 most 0.3 % (64 ranks)."""
 _MAX_EXACT_TOKENS = 512
-"""Maximum number of tokens on all ranks for which the noise floor is computed exactly."""
+"""Maximum number of tokens on all ranks at which the noise floor is computed exactly."""
 _FLOOR_ERROR = 1e-6
-"""The computation of the exact noise floor stops once the probability of a higher peak is below this value."""
+"""Probability of a higher peak below which the computation of the exact noise floor stops."""
 _PAID_ERRORS = 1.0
-"""A change has paid off if its mean gain exceeds this number of standard errors."""
+"""Number of standard errors that the mean gain of a change must exceed for the change to have paid off."""
 
 
 def expected_loads(
@@ -376,7 +376,7 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
     """Return the expected peak-to-average ratio of perfectly balanced ranks if tokens choose experts independently.
 
     For small numbers of tokens, the result is exact, with whole tokens on every rank. For larger numbers, each rank's
-    count is treated as Poisson distributed, and the largest of R counts follows from Blom's normal score with the
+    count is treated as Poisson-distributed, and the largest of R counts follows from Blom's normal score with the
     Cornish-Fisher skewness term. Real routers stay slightly below this floor.
 
     Parameters
@@ -414,7 +414,7 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
 
 @cache
 def _exact_floor(ranks: int) -> Float64:
-    """Return the expected peak-to-average ratio of 1, 2, 3, ... tokens that choose ranks independently, ``[F]``.
+    """Return the expected peak-to-average ratio for 1, 2, 3, ... tokens that choose ranks independently, ``[F]``.
 
     The probability that no rank receives more than ``m`` tokens is a ratio of two probabilities: that R Poisson counts
     of at most ``m`` sum to the number of tokens, and that R unbounded Poisson counts do.
@@ -448,7 +448,8 @@ def sampling_floor(served: ServedWindow) -> Float64:
 
     This is ``noise_floor``, reduced if the ranks' loads jump less between steps than they would with independent
     tokens. Real choices are not independent, because a token never chooses the same expert twice. The floor is at least
-    the ratio of the most even split into whole tokens. If the host splits by step, only that lower bound applies.
+    the peak-to-average ratio of the most even split into whole tokens. If the host splits by step, only that lower
+    bound applies.
     """
     ranks = served.ranks
     busy_TK = served.tokens_TK > 0
@@ -469,8 +470,8 @@ def volatility_bound(served: ServedWindow) -> Float64:
 
     Jumps are measured between consecutive episodes, so a trend or a slow change in the workload does not count. Two
     estimates of their variance are compared, the sum over the experts and the variance measured on the ranks, and the
-    smaller one is used. The latter is smaller if the experts' jumps cancel out, because a token that chooses one expert
-    does not choose a different one. The result is 1.0 if fewer than two episodes have tokens.
+    smaller one is used. The latter is smaller if the experts' jumps partly cancel out: a token that chooses one expert
+    does not choose another. The result is 1.0 if fewer than two episodes have tokens.
     """
     variance_L = np.minimum(served.expert_variance_K, served.rank_variance_K)
     return balanced_par(variance_L, served.ranks)

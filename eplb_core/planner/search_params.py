@@ -10,20 +10,21 @@ from eplb_core.solver.model import SearchOptions, SearchParams
 
 _DEEPSEEK = SearchParams()
 _MAX_TREE_CELLS = 20_000
-"""Maximum value of slots x (experts + ranks) for which a tree search is run. Up to this size, the search costs next to
+"""Maximum value of slots x (experts + ranks) at which a tree search is run. Up to this size, the search costs next to
 nothing. Larger layers gain nothing from it."""
 _TREE_LEAVES = 8
-"""Number of leaves of the tree search from which the search continues."""
+"""Number of tree-search leaves from which the search continues."""
 _FEW_SLOTS = 3
-"""Maximum number of slots per rank for which a layer is annealed. With so few slots, swaps and single exchanges soon
-get stuck."""
+"""Maximum number of slots per rank at which a layer is annealed. With so few slots, a search by individual swaps and
+exchanges soon gets stuck."""
 _FEW_SLOTS_Z = 1.5
-"""Upper bound on ``z`` for layers with few slots per rank. The load of so few experts is far from normal, so a rank in
-the far tail is a poor guide. The values 1.0 and 2.5 give results within 0.2 % on the heat used to tune annealing."""
+"""Upper bound on ``z`` for layers with few slots per rank. The load of so few experts is far from normally distributed,
+so the far tail is a poor guide. On the heat used to tune annealing, values of 1.0 and 2.5 change the results by at most
+0.2 %."""
 _ANNEALING_TRIES = 400
 """Annealing tries per slot, for a layer with few slots per rank and as many spare replicas as experts. With fewer spare
-replicas there is less to decide, so the number of tries is reduced proportionally. On the same heat, half as many tries
-give 0.3 % worse results, and twice as many give 0.15 % better ones."""
+replicas, there is less to decide, so the number of tries is reduced proportionally. On the same heat, half as many
+tries give 0.3 % worse results, and twice as many give 0.15 % better ones."""
 _STEP_TRIES = 2000
 """Number of tries in the search for stepwise splits, in addition to ``_STEP_TRIES_PER_SLOT`` for each slot.
 
@@ -48,7 +49,7 @@ def search_params_of(
     settings
         Planner settings.
     placement
-        Placement that supplies the layer's number of experts, ranks and slots.
+        Placement from which the numbers of experts, ranks and slots are taken.
     width
         Number of entries per expert in the layer's dealing tables.
     move_price

@@ -1,6 +1,6 @@
-"""The decision loop of one deployment: when a decision is due, what it may use, and what later steps are compared with.
+"""Decision loop of one deployment: the schedule, each decision's inputs, and the expectations for later steps.
 
-The service, replays, and benchmarks all drive this loop, so that a replay shows what the service would do. A session is
+The service, replays and benchmarks all drive this loop, so that a replay shows what the service would do. A session is
 an immutable state. It reads no clock and starts no computation: step times and CPU costs are passed in.
 
 1. Pass the realised peak-to-average ratio (PAR) of each served step to ``after_steps``.

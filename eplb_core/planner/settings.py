@@ -58,7 +58,7 @@ def _setting(
     default
         Default value.
     kind
-        Type that the option's text is parsed into.
+        Type to which the option's string is converted.
     help
         Help text of the option.
     minimum
@@ -76,7 +76,7 @@ class PlannerSettings:
     """Settings of a decision.
 
     The metadata of each field contains the ``help`` text shown by the commands, the service and the documentation, and
-    the ``kind``, the type that the option's text is parsed into.
+    the ``kind``, which is the type to which the option's string is converted.
 
     Raises
     ------
@@ -98,7 +98,7 @@ class PlannerSettings:
         ...
     eplb_core.planner.settings.SettingsError: par_threshold is 0.9; it must be a finite number, 1.0 or more
 
-    ``planner_settings`` parses option values given as text:
+    ``planner_settings`` parses option values given as strings:
 
     >>> planner_settings({"move_price": "0.3"}).move_price
     0.3
@@ -184,7 +184,7 @@ class PlannerSettings:
         "weight reads, as estimated for the ranks' device.",
         serve_only=True,
     )
-    seed: int = _setting(0, int, "Seed of the solver's random choices.", minimum=0)
+    seed: int = _setting(0, int, "Seed for the solver's random choices.", minimum=0)
     threads: int | None = _setting(
         None,
         int,
@@ -309,4 +309,4 @@ def number_or_auto(value: Any) -> NumberOrAuto:
     try:
         return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):
-        raise ValueError("expected a number, or auto") from None
+        raise ValueError("expected a number or auto") from None

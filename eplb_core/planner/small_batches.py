@@ -24,9 +24,9 @@ def hold_out_changes(
 ) -> dict[int, HoldOutResult]:
     """Evaluate the changes to layers with small batches on steps that the changes were not fitted to.
 
-    If the solver's own hold-out has already fitted a counterpart to the older half of the episodes, that counterpart is
-    evaluated. Otherwise, the layer is placed from scratch once more, fitted to the training half of the window. A layer
-    that followed a recommendation does not need a hold-out.
+    If the solver's own hold-out has already fitted a counterpart of the change to the older half of the episodes, that
+    counterpart is evaluated. Otherwise, the layer is placed from scratch again, fitted to the training half of the
+    window. A layer that followed a recommendation does not need a hold-out.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def unpaid_changes(
     results: Mapping[int, LayerResult | SolverError],
     holdouts: Mapping[int, HoldOutResult],
 ) -> dict[int, str]:
-    """Return the layers whose changes do not pay for their moves in the hold-out, each with the reason to keep it.
+    """Return the layers whose changes do not pay for their moves in the hold-out, with the reason for keeping each.
 
     Parameters
     ----------

@@ -108,7 +108,7 @@ def _layer_batch(
 
 @dataclass(frozen=True)
 class _LazyArrays:
-    """Arrays of the layers, computed only when they are read, to save memory with many ranks.
+    """Per-layer arrays that are computed only when they are read, which saves memory with many ranks.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Log of the ranks' reports on recent plans, used to estimate the cost of moves.
 
 Only the service uses this module. It is separate from ``price`` because it depends on the wire format, which decisions
-must not load.
+must not import.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from eplb_core.wire.agent import PlanState, PlanStatus
 _MAX_PLANS = 16
 """Number of recent plans used to estimate the cost of moves."""
 _MAX_STEPS = 1024
-"""Number of recent steps to keep for comparisons before and after plans. They cover the windows of the last two
-decisions."""
+"""Number of recent steps to keep for comparing the steps before and after each plan. It covers the windows of the last
+two decisions."""
 _CLOCK_TOLERANCE_SECONDS = 1.0
 """Tolerance for reported durations that exceed the time since the plan was offered, in seconds. It is needed because
 the ranks and the service have different clocks."""

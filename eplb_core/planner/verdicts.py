@@ -150,15 +150,15 @@ class LayerVerdict:
         PAR promised for the next steps. For a layer that changes, this is the PAR of the new layout on the window plus
         ``optimism``, normally no lower than ``noise_floor``. ``reason`` quotes the window's PAR without ``optimism``.
     noise_floor
-        PAR of a perfectly balanced layer due to token sampling, which no placement can improve on. It assumes
-        independent draws, but is reduced if the measured variation between ranks is smaller.
+        PAR that token sampling alone causes in a perfectly balanced layer, which no placement can improve on. It
+        assumes independent draws, but is reduced if the measured variation between ranks is smaller.
     moves
         Number of slots that receive weights from a different rank.
     changed
         True if the plan changes the layer.
     reason
-        One-line explanation for operators. The search works on episodes instead of steps, so a PAR of episodes is
-        identified as such.
+        One-line explanation for operators. The search works on episodes instead of steps, so a PAR over episodes is
+        labelled as such.
     bytes
         Number of bytes of weights that the moves transfer; 0 if the host does not report the size of an expert.
     us_seen

@@ -26,7 +26,7 @@ from eplb_core.solver.model import Bool, Float32, Int32, UInt64, homes, set_plac
 _HOTTEST, _COLDEST = 1e-3, 1e-5
 """Temperatures of the first and last tries, in units of the PAR.
 
-They were measured on placements from scratch of 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat
+Their effect was measured by placing 2 layers x 256 experts from scratch on 256 ranks x 2 slots (the four kinds of heat
 in ``make bench-solver``, seeds 1 to 3, mean PAR on the window). A first temperature of 3e-3 raises the PAR by 1.1 %,
 and 3e-4 raises it by 0.2 %. Last temperatures of 1e-4 and 1e-6 change it by at most 0.2 %.
 """
@@ -42,7 +42,7 @@ described at ``_HOTTEST``, values of 50 and 85 change the PAR by at most 0.2 %."
 _HOPELESS = 12
 """Maximum PAR increase that may be accepted, as a multiple of the temperature."""
 _FINE = 1 << 24
-"""Number of distinct values of a random fraction."""
+"""Number of distinct values that a random fraction can have."""
 
 
 @kernel
@@ -267,8 +267,8 @@ def _may_pass(
     """Return True if passing on a replica is legal and, if guided, does not make any rank too hot.
 
     The ranks that a guided change makes hotter are ``target`` and all ranks that hold ``target_expert``. In the
-    change's episode, they must stay below the current load of ``rank``. The test ignores that some of them also hold
-    ``expert``, whose shares become smaller.
+    change's episode, they must stay below the current load of ``rank``. The test ignores the fact that some of them may
+    also hold ``expert``, whose shares become smaller.
     """
     rank = change.rank
     target = change.target
@@ -311,7 +311,7 @@ def _note_swap(state: _State, scaled_EN: Float32, change: _Change) -> int:
 
 @part
 def _note_pass(state: _State, scaled_EN: Float32, change: _Change) -> int:
-    """Write the new loads of all ranks with either expert into ``changed_RN`` and return the number of these ranks.
+    """Write the new loads of all ranks that hold either expert into ``changed_RN``, and return the number of ranks.
 
     The loads are those after a replica has passed from one expert to the other.
     """

@@ -1,9 +1,9 @@
-"""Candidates for one layer: make them from scratch or from the deployed placement, add tables, and judge them.
+"""Candidates for one layer: place from scratch or improve the deployed placement, add tables, and judge the results.
 
 A placement from scratch is built in several stages: a tree search for the replica counts, a local search from the best
 leaves, annealing if ranks have few slots, tables, and a final search that takes the tables into account. If the host
-itself splits every step's tokens, a placement search for optimal splits of single steps (``step_search``) replaces all
-work on tables.
+splits every step's tokens itself, the stages that involve tables are replaced by a placement search that assumes an
+optimal split of each step (``step_search``).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _CHANGES = 16
 """Maximum number of changes that a local search makes to the deployed placement in a hold-out. In large layers, the
 maximum is one change per ``_CHANGES`` slots instead. On the whole window, it is twice as high.
 
-These few changes suffice to find out whether moves pay off, and at what price. On drift (``make bench-decide``, ten
-seeds), the realised PAR is the same as without a maximum, and the CPU time is one sixth lower. With half as many
-changes in the hold-out, the PAR is 0.6 % higher.
+These few changes suffice to determine whether moves pay off, and at what price. On drifting heat (``make
+bench-decide``, ten seeds), the realised PAR is the same as without a maximum, and the CPU time is one sixth lower. With
+half as many changes in the hold-out, the PAR is 0.6 % higher.
 """
 _TRIAL = 8
-"""Divisor for the number of annealing tries in a trial, which checks whether the gains from annealing last."""
+"""Divisor of the number of annealing tries in a trial, which checks whether the gains from annealing last."""
 _MAX_TRIAL = 1 << 15
 """Maximum number of annealing tries in a trial."""
 _WORK = 1 << 29
@@ -61,15 +61,15 @@ ranks.
 
 In the local search before annealing, the same maximum applies to steps x ranks**2. A layer with 256 experts on 1,024
 ranks x 2 slots exceeds the maximum. Annealing 58 such layers took 15 s of CPU time and reduced the PAR from 1.062 to
-1.056 (heat of ``benchmarks.scale``).
+1.056 (with the heat of ``benchmarks.scale``).
 """
 _LONE = 16
-"""Divisor for the number of annealing tries if each rank has one slot. Annealing can then improve only the replica
+"""Divisor of the number of annealing tries if each rank has one slot. Annealing can then improve only the replica
 counts.
 
-It was measured with 256 experts on 320, 512 and 1,024 such ranks (the four kinds of heat in ``make bench-solver``,
-three seeds). Compared with the full number of tries, the PAR is 0.2 % higher on the window and 0.1 % lower on the next
-one.
+Its effect was measured with 256 experts on 320, 512 and 1,024 such ranks (the four kinds of heat in ``make
+bench-solver``, three seeds). Compared with the full number of tries, the PAR is 0.2 % higher on the window and 0.1 %
+lower on the next one.
 """
 
 
@@ -110,7 +110,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
 def greedy(layer: Layer, params: SearchParams) -> Int32:
     """Return a greedy placement whose rows are matched to the current ranks, int32 ``[R, S]``.
 
-    ``from_scratch`` starts from it if a layer is too large for the tree search.
+    ``from_scratch`` starts from the same placement if a layer is too large for the tree search.
     """
     heat, deployed = layer
     ranks, slots = deployed.phy2log_RS.shape
@@ -289,7 +289,7 @@ def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candid
 def _refine_through_tables(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
     """Swap experts under the token shares from the candidate's tables, and keep the result if its PAR is lower.
 
-    Moves are free here.
+    The cost of moves is not taken into account.
     """
     heat, deployed = layer
     log2phy_GE = candidate.log2phy_GE.copy()

@@ -3,8 +3,8 @@
 Replica counts are chosen greedily: each spare replica goes to the expert whose replicas are hottest, as in DeepSeek's
 EPLB. Each replica is then placed on the coolest rank, hottest replica first (Graham's longest-processing-time rule).
 Ranks are compared by risk with full covariance rather than by load, so experts that are hot at the same time end up on
-different ranks. If all ranks with a free slot already hold the expert, a replica of another expert makes room on a full
-rank. An ``Assignment`` keeps running sums, so that judging a change is cheap.
+different ranks. If all ranks with a free slot already hold the expert, a replica of a different expert is moved off a
+full rank to make room. An ``Assignment`` keeps running sums, so that judging a change is cheap.
 
 In small layers, a tree search chooses replica counts and placement jointly. This is the first of FlashLB's three ideas.
 Experts are sorted by heat and divided into groups. A tree node fixes the replica counts of the experts in the first
@@ -12,9 +12,9 @@ groups. Its children give the next group the greedy number of replicas, or a few
 look-ahead: its remaining replicas are assigned and placed greedily. Only the most promising nodes, the beam, are
 expanded to the next group.
 
-This differs from FlashLB in two ways. Leaves are judged by the risk of the hottest rank with full covariance, as in the
-local search that follows. Several leaves, not just the best one, are then searched further. FlashLB's other two ideas
-are the objective over several episodes (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
+This differs from FlashLB in two ways. First, leaves are judged by the risk of the hottest rank with full covariance, as
+in the local search that follows. Second, several leaves, not just the best one, are searched further. FlashLB's other
+two ideas are the objective over several episodes (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
 
 References
 ----------
@@ -83,7 +83,7 @@ def _allot_replicas(replicas_E: Int32, heat_E: Float32, budget: int, ranks: int)
     Returns
     -------
     int
-        Number of replicas that could not be added, because every expert has a replica on each rank.
+        Number of replicas that could not be added because every expert already has a replica on every rank.
     """
     experts = replicas_E.shape[0]
     for remaining in range(budget, 0, -1):
@@ -331,9 +331,9 @@ def _place_in_order(
 
 @part
 def _coolest_rank(assignment: Assignment, heat: Heat, expert: int, z: float) -> int:
-    """Return the rank that would have the lowest risk with a replica of ``expert``.
+    """Return the rank that would have the lowest risk after receiving a replica of ``expert``.
 
-    Only ranks that have an empty slot and do not hold the expert yet are considered. Without such a rank, the result is
+    Only ranks that have an empty slot and do not hold the expert yet are considered. If there are none, the result is
     -1.
     """
     slots = assignment.phy2log_RS.shape[1]

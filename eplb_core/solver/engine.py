@@ -1,8 +1,8 @@
 """Solver for many layers: several layers in parallel and, if experts are routed in groups, node by node.
 
-Layers run on threads rather than in a parallel loop inside a kernel. Kernels therefore need no locks, a failure affects
-only one layer, and the time budget can be checked between layers. A process can also fork, or plan for several
-deployments concurrently.
+Layers are solved on separate threads rather than in a parallel loop inside a kernel. Kernels therefore need no locks, a
+failure affects only one layer, and the time budget can be checked between layers. The process can also fork, or plan
+for several deployments concurrently.
 
 With expert groups, placement is hierarchical: each group stays on one node, and each node is solved as a layer. If the
 router sends each token to only a few groups, the token then reaches only a few nodes. Groups are packed hottest first,
@@ -160,7 +160,7 @@ NO_LIMITS = Limits()
 
 
 class SolverError(RuntimeError):
-    """Failure to solve one layer."""
+    """Failure to solve a layer."""
 
 
 class OutOfTimeError(SolverError):
@@ -193,7 +193,7 @@ def solve_many(
     batch
         Layers to solve.
     rules
-        Search parameters and the minimum gain of a change.
+        Search parameters, and the criteria for accepting changes.
     nodes
         Nodes of the ranks and sources, and the expert groups.
     limits
@@ -233,7 +233,7 @@ def solve_many(
 
 
 def _layout_of(batch: LayerBatch, layer: int, nodes: Nodes) -> LayerLayout:
-    """Return the current layout of one layer, in contiguous arrays of the types that kernels expect."""
+    """Return the current layout of one layer as contiguous arrays of the types that kernels expect."""
     phy2log_RS = np.array(batch.phy2log_LRS[layer], dtype=np.int32, order="C")
     log2phy_GE = np.array(batch.log2phy_LGE[layer], dtype=np.int32, order="C")
     share_GE = np.array(batch.share_LGE[layer], dtype=np.float32, order="C")
@@ -266,9 +266,10 @@ def _solve_by_node(
 ) -> LayerResult:
     """Decide what to do with one layer whose ``groups`` of consecutive experts each stay on one node.
 
-    If each group is already on one node, the groups usually stay on their nodes, and experts move only within nodes.
-    The groups are repacked if the gain exceeds the cost of the moves between nodes. All other layers are placed from
-    scratch. The parameters are described in ``layer.solve_layer``.
+    If the layout is already grouped (see ``_nodes_of_groups``), the groups usually stay on their nodes, and experts
+    move only within nodes. The groups are repacked if the gain exceeds the cost of the moves between nodes. If the
+    layout is not grouped or was not based on heat, the layer is placed from scratch. The parameters are described in
+    ``layer.solve_layer``.
     """
     window = episodes_of(heat_NE, deployed.phy2log_RS.shape[0])
     current = as_deployed(window, deployed, params.tables)

@@ -5,8 +5,8 @@ risk reads as a peak-to-average ratio (PAR). The objective needs only the mean h
 the experts, so judging a candidate costs the same for any number of episodes.
 
 A search that lowers only the maximum leaves many ranks just below it, and one of these exceeds it in the next window.
-The local search therefore lowers a smooth maximum, in which a rank has a *pressure*. For a rank with risk x, the
-pressure is ((x - base) / (peak - base))**8 if x is above the base, and 0 otherwise.
+The local search therefore lowers a smooth maximum, to which each rank contributes a *pressure*. For a rank with risk x,
+the pressure is ((x - base) / (peak - base))**8 if x is above the base, and 0 otherwise.
 
 This differs from FlashLB in two ways. First, z is not a constant: the planner computes it from the number of ranks, as
 the expected maximum of that many standard normal values (Blom's formula). Second, the mean may give more weight to
@@ -31,14 +31,14 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat, Int32
 
 MIN_GAIN = 1e-5
-"""Smallest PAR reduction that counts as progress; smaller ones are rounding errors."""
+"""Minimum PAR reduction that counts as progress; smaller ones are treated as rounding errors."""
 _BELOW_MEAN = 12.0
 """Distance of the base below the mean risk, as a multiple of the peak's distance above it.
 
-With a larger distance, the ranks behind the hottest one count more, and the gain from a few moves lasts longer on
-drift. The distance and the exponent 8 were tuned by hand in closed loops of 256 experts on 32 ranks x 9 slots. In the
-loops described at ``swaps.MIN_RELIEF``, distances of 4 and 30 raise the realised PAR on drift by 1.3 and 1.8 %, with
-1.7 and 1.5 times as many moves.
+With a larger distance, the ranks just below the hottest one carry more weight, and the gain from a few moves lasts
+longer if heat drifts. The distance and the exponent 8 were tuned by hand in closed-loop runs with 256 experts on 32
+ranks x 9 slots. In the runs described at ``swaps.MIN_RELIEF``, distances of 4 and 30 raise the realised PAR on drifting
+heat by 1.3 % and 1.8 %, with 1.7 and 1.5 times as many moves.
 """
 _TOP = 3
 """Number of hottest ranks stored per episode. A swap changes the loads of two ranks, so one of the three is always the
@@ -47,7 +47,7 @@ hottest of the unchanged ranks."""
 
 @kernel
 def risk(load: float, variance: float, z: float) -> float:
-    """Return mean + z*std of a load. A variance that is negative because of rounding counts as zero."""
+    """Return mean + z*std of a load. A variance that is negative because of rounding is treated as zero."""
     value: float = load + z * np.sqrt(max(variance, np.float32(0.0)))
     return value
 
@@ -213,7 +213,7 @@ def hottest_of(smooth_max: SmoothMax) -> int:
 
 @part
 def smooth_peak(smooth_max: SmoothMax) -> float:
-    """Return the smooth maximum of the risks: base + 8-norm of the risks' excess over the base."""
+    """Return the smooth maximum of the risks: the base plus the 8-norm of the risks' excess over it."""
     total = np.float32(0.0)
     for r in range(smooth_max.pressure_R.shape[0]):
         total += smooth_max.pressure_R[r]
@@ -252,7 +252,7 @@ def top_ranks_of(load_RN: Float32) -> TopRanks:
 
 @kernel
 def _find_top_ranks(load_NR: Float32, rank_KN: Int32, peak_KN: Float32, n: int) -> None:
-    """Store the three hottest ranks of episode ``n``. If ranks are equally hot, the lower number comes first."""
+    """Store the three hottest ranks of episode ``n``. If ranks are equally hot, the lowest rank comes first."""
     ranks = load_NR.shape[1]
     first = ranks
     second = ranks
@@ -297,7 +297,7 @@ def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, cha
     top
         Loads to update in place.
     rank_K
-        int32 ``[R]``, the changed ranks, in its first ``count`` entries.
+        int32 ``[R]``; its first ``count`` entries are the changed ranks.
     count
         Number of changed ranks.
     changed_R1

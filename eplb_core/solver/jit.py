@@ -1,4 +1,4 @@
-"""Numba settings for all kernels of the solver, and their on-disk cache.
+"""Numba settings for all solver kernels, and the kernels' on-disk cache.
 
 Floating-point sums may be reassociated and fused so that they compile to SIMD code, but infinities and NaN are handled
 as usual. Results do not depend on the number of threads, so the same seed always gives the same result.
@@ -43,11 +43,12 @@ def part(function: Function) -> Function:
     """Return a kernel that numba inlines into the kernels that call it.
 
     Use it for functions that take only about 50 ns, because a call would add another 50 ns. Numba inlines the
-    statements before it compiles the caller. The function gets its own compiled version only if Python calls it
+    function's body before it compiles the caller. The function gets its own compiled version only if Python calls it
     directly.
 
-    In a hot loop, pass single arrays instead of named tuples, because numba counts the references to all arrays of a
-    tuple at each inlined call. Passing ``annealing._State`` to each part makes annealing 1.5 times as slow.
+    In a hot loop, pass individual arrays instead of named tuples, because numba updates the reference count of every
+    array in a tuple at each inlined call. If every part took ``annealing._State``, annealing would take 1.5 times as
+    long.
     """
     return _compile(function, {"inline": "always"})
 

@@ -1,10 +1,10 @@
 """Decision for one layer: keep it, change its tables, improve its placement, or place it from scratch.
 
-Heat varies more from one window to the next than solvers differ on any single window, and moves that chase a burst gain
-nothing. Every action is therefore fitted to the older half of the window and judged on the newer half (hold-out
-validation). The hold-out shows, per layer, which action pays off, and at what price per move. The recommended action is
-then repeated on the whole window and compared with keeping the layer. FlashLB, by contrast, applies whatever fits its
-window best.
+Heat differs more between consecutive windows than the results of different solvers do on a single window, and moves
+that chase a burst gain nothing. Every action is therefore fitted to the older half of the window and judged on the
+newer half (hold-out validation). The hold-out shows which action pays off for each layer, and at what price per move.
+The recommended action is then repeated on the whole window and compared with keeping the layer. FlashLB, by contrast,
+applies whatever fits its window best.
 
 References
 ----------
@@ -55,9 +55,9 @@ from eplb_core.solver.window import Forecast, choose_forecast, forecast_heat, ha
 _PRICE_LADDER = np.array([64.0, 32.0, 16.0, 8.0, 4.0])
 """Prices per move that the local search tries, as multiples of the true price, highest first.
 
-One search produces a placement for every price. The higher the lowest price, the sooner it ends. Lower prices are
-rarely chosen: with a ladder down to the true price, only one of 56 changes on drift used a multiple below 4. The effect
-of the ladder is described in ``docs/research/solver.md``.
+One search produces a placement for every price. The higher the lowest price, the sooner the search ends. Lower prices
+are rarely chosen: with a ladder down to the true price, only one of 56 changes on drifting heat used a multiple below
+4. The effect of the ladder is described in ``docs/research/solver.md``.
 """
 
 _MAX_SEARCH_GAIN = 0.15
@@ -69,9 +69,9 @@ _HEAVY_LOAD = 3.0
 _MAX_HEAVY_SHARE = 0.25
 """Fraction of all tokens on heavy replicas above which a greedy placement is a poor estimate.
 
-The estimate assumes that such experts are split evenly, but tables and swaps find better placements. On drift and
-bursts (256 experts, 32 ranks x 9 slots), the fraction is at most 0.18 in nine of ten layers, so few layers are searched
-unnecessarily.
+The estimate assumes that the tokens of such experts are split evenly, but tables and swaps find better placements. On
+drifting and bursty heat (256 experts, 32 ranks x 9 slots), the fraction is at most 0.18 in nine out of ten layers, so
+few layers are searched unnecessarily.
 """
 
 
@@ -90,9 +90,10 @@ class LayerResult:
     taken
         Action chosen: ``model.KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``.
     crossed
-        Fraction of the tokens that leave their source's node before the change; see ``topology.crossing_share``.
+        Fraction of the tokens that leave their source's node under the deployed layout; see
+        ``topology.crossing_share``.
     crosses
-        Fraction of the tokens that leave their source's node after the change.
+        Fraction of the tokens that leave their source's node under ``candidate``.
     optimism
         Increase in the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
         ``None`` if there was no hold-out.
@@ -124,9 +125,9 @@ class _HoldoutResult(NamedTuple):
     price: float
     """Price per move for the local search."""
     optimism: float | None = None
-    """As in ``LayerResult``."""
+    """Optimism, as in ``LayerResult``."""
     candidate: Candidate | None = None
-    """The candidate that was fitted to the older half; ``None`` if there was no hold-out."""
+    """Candidate that was fitted to the older half; ``None`` if there was no hold-out."""
 
 
 def solve_layer(
@@ -378,9 +379,9 @@ def _shortlist_prices(
 def _least_fresh_cost(fit: Layer, newer: Episodes, params: SearchParams, slot_price: float) -> float:
     """Return the lowest cost on the newer half that a placement from scratch is expected to reach.
 
-    The estimate uses a greedy placement, which needs a tenth of the search's CPU time. If too many tokens are on heavy
-    replicas, a perfect balance is assumed instead. On drift and bursts (256 experts, 32 ranks x 9 slots), 2 % of the
-    layers are then searched from scratch.
+    The estimate uses a greedy placement, which takes a tenth of the search's CPU time. If too many tokens are on heavy
+    replicas, perfect balance is assumed instead. On drifting and bursty heat (256 experts, 32 ranks x 9 slots), only
+    2 % of the layers are then searched from scratch.
     """
     placed_RS = greedy(fit, params)
     par, moves = _without_tables(placed_RS, newer, fit.deployed, params)

@@ -5,10 +5,11 @@ which depends only on the ranks' risks, plus a price for every slot that differs
 
 Each step finds the hottest rank and applies the change that reduces the pressure most, on the scale that the current
 risks define. Because this scale follows the risks, a single step may raise the smooth peak. Continuing from there pays
-off: if such steps are undone, placements of 256 experts on 32 ranks x 9 slots end up to 1.1 % hotter (phased and bursty
-heat, seeds 1 and 2). The search returns the best placement it visited, which is never worse than the start.
+off: if such steps are undone, the resulting placements of 256 experts on 32 ranks x 9 slots are up to 1.1 % hotter
+(phased and bursty heat, seeds 1 and 2). The search returns the best placement that it visited, which is never worse
+than the start.
 
-The method is a standard one; the implementation is this project's own.
+The method is standard; the implementation is original.
 
 References
 ----------
@@ -37,8 +38,8 @@ from eplb_core.solver.swaps import MIN_RELIEF, best_swap, lay_out, swap, swaps_o
 FRUITLESS = 5
 """Maximum number of consecutive steps without a new cheapest placement in a search with a move price.
 
-On drift (``make bench-decide``, ten seeds), 3, 5 and 8 steps realise the same PAR. With 12 steps the search takes 1.7
-times as long.
+On drifting heat (``make bench-decide``, ten seeds), maximums of 3, 5 and 8 steps result in the same PAR. With 12 steps,
+the search takes 1.7 times as long.
 """
 EXCHANGES = 4
 """Interval, in steps, at which a search with a move price looks for an exchange even if a swap is available.
@@ -70,7 +71,7 @@ def local_search(
     home_ER
         bool ``[E, R]``, True if the rank holds the expert in the deployed placement. Moves to such a rank are free.
     price_K
-        float64 ``[K]``, prices in PAR per slot whose expert is not at home. One search serves all prices.
+        float64 ``[K]``, prices in PAR per slot whose expert is not at home. A single search covers all prices.
     z
         Weight of the standard deviation in a rank's risk.
     steps
@@ -124,7 +125,7 @@ class Cheapest(NamedTuple):
     price_K: Float64
     """float64 ``[K]``, prices in PAR per slot whose expert is not at home."""
     cost_K: Float64
-    """float64 ``[K]``, costs of the placements: value of the objective + price * slots away from home."""
+    """float64 ``[K]``, cost of each placement: objective value + price * number of slots away from home."""
     placement_KRS: Int32
     """int32 ``[K, R, S]``, the placements."""
 
@@ -188,8 +189,8 @@ def _best_exchange(
     """Find the exchange that gives an expert of ``hot`` one more replica and reduces the pressure most.
 
     The expert that gains the replica is the *gainer*, and the expert that gives up a spare one is the *loser*. A gainer
-    is considered only if its thinner shares reduce the pressure of its current ranks by more than ``bound``. This test
-    ignores that the loser's rank may get cooler as well.
+    is considered only if its smaller shares reduce the pressure of its current ranks by more than ``bound``. This test
+    ignores the possibility that the loser's rank gets cooler as well.
 
     Returns
     -------
@@ -340,7 +341,7 @@ def _pressure_with(
 
 @kernel
 def _exchange(assignment: Assignment, heat: Heat, home_ER: Bool, gainer: int, rank: int, slot: int) -> int:
-    """Replace the replica in a slot by one of ``gainer`` and split the tokens of both experts evenly.
+    """Replace the replica in a slot with one of ``gainer`` and split both experts' tokens evenly over their replicas.
 
     Returns the change in the number of slots whose expert is not at home.
     """

@@ -37,7 +37,7 @@ _FIRST_TEMPERATURE = 3e-4
 _LAST_TEMPERATURE = 3e-6
 """Temperature of the last try, in units of the PAR."""
 _REPLACE_PERCENT = 50
-"""Percentage of tries that replace a spare replica by a different expert; the rest swap two experts."""
+"""Percentage of tries that replace a spare replica with a different expert; the rest swap two experts."""
 _MAX_SCENARIOS = 32
 """Maximum number of steps used as scenarios. With 256 experts, 64 steps lower the PAR on the next window by 0.3 %, but
 the search takes twice as long."""
@@ -103,7 +103,7 @@ def search_for_steps(
     price_K
         float64 ``[K]``, minimum PAR improvement per moved slot, highest price first.
     params
-        Search parameters: ``step_tries`` and ``seed`` are used.
+        Search parameters. Only ``step_tries`` and ``seed`` are used.
 
     Returns
     -------

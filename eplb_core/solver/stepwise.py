@@ -5,9 +5,9 @@ that holds the expert. That rank may in turn pass on tokens of a different exper
 replicas.
 
 Sometimes no rank above the level can reach a rank below it. The ranks reached so far, the *tight set*, then hold no
-tokens that a rank outside the set could process. Their mean load is a lower bound on the level, which is raised to it.
-The final level is the optimum of the linear program ``min max_r load_r`` over all splits, and the last tight set proves
-it.
+tokens that a rank outside the set could process. The mean load of the tight set is a lower bound on the level, so the
+level is raised to it. The final level is the optimum of the linear program ``min max_r load_r`` over all splits, and
+the last tight set proves it.
 
 References
 ----------
@@ -28,8 +28,8 @@ from eplb_core.solver.tables import slots_by_expert
 _TOLERANCE = 1e-7
 """Maximum excess over the level that counts as a rounding error, as a fraction of the mean rank load."""
 _ROUNDING = 1e-6
-"""Maximum flow through a slot that counts as zero, as a fraction of the mean rank load. It matters for fractional
-tokens."""
+"""Maximum flow through a slot that counts as zero, as a fraction of the mean rank load. This matters only for
+fractional tokens."""
 _NO_HOT_RANK = -2
 """Result of ``_reach`` if no rank is above the level."""
 _NO_COOL_RANK = -1
@@ -37,7 +37,7 @@ _NO_COOL_RANK = -1
 
 
 class Replicas(NamedTuple):
-    """Replicas of a placement, with scratch memory for the searches among them."""
+    """Replicas of a placement, with scratch memory for searches."""
 
     rank_P: Int32
     """int32 ``[P]``, rank of each physical slot."""
@@ -299,7 +299,7 @@ def slots_by_step(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, whole: 
     """Return each slot's tokens under the optimal split of each step, float64 ``[N, L, R*S]``.
 
     Several splits can be optimal. This one starts from even splits and moves only the tokens that the hottest ranks
-    must pass on. Its sums per rank equal the result of ``loads_by_step``.
+    must pass on. Its per-rank sums equal the result of ``loads_by_step``.
 
     Parameters
     ----------

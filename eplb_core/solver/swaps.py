@@ -1,7 +1,7 @@
-"""Swaps of two experts between the hottest rank and any other rank: precompute, judge and apply.
+"""Find and apply swaps of two experts between the hottest rank and any other rank.
 
-The search judges all possible swaps at every step, so it keeps the values that they have in common between steps. These
-are stored as arrays with one entry per slot, so that the loops over thousands of slots compile to SIMD code.
+The search judges all possible swaps at every step, so values that several swaps depend on are kept from one step to the
+next. They are stored in arrays with one entry per slot, so that loops over thousands of slots compile to SIMD code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Bool, Float32, Heat
 
 MIN_RELIEF = 1e-3
-"""Smallest reduction in pressure that counts as progress; smaller ones are rounding errors. The hottest rank's pressure
-is 1.
+"""Minimum reduction in pressure that counts as progress; smaller ones are treated as rounding errors. The hottest
+rank's pressure is 1.
 
-It was measured in closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat in ``make
-bench-solver``, seeds 1 and 2, two decisions after the first placement). Values of 1e-4 and 1e-2 give the same results,
-and 0.1 raises the realised PAR by up to 0.8 %.
+Its effect was measured in closed-loop runs with 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat in
+``make bench-solver``, seeds 1 and 2, two decisions after the first placement). Values of 1e-4 and 1e-2 give the same
+results, and 0.1 raises the realised PAR by up to 0.8 %.
 """
 
 
@@ -42,25 +42,25 @@ class Swaps(NamedTuple):
     remaining_load_P: Float32
     """Mean load of the slot's rank without the replica."""
     remaining_variance_P: Float32
-    """Variance of the load of the slot's rank without the replica."""
+    """Load variance of the slot's rank without the replica."""
     hot_load_P: Float32
     """Mean load of the hottest rank with the replica added; infinite if the rank already holds the expert."""
     hot_variance_P: Float32
-    """Variance of the load of the hottest rank with the replica added."""
+    """Load variance of the hottest rank with the replica added."""
     pressure_P: Float32
     """Current pressure of the slot's rank."""
     arrival_P: Float32
-    """Variance that a given replica of the hottest rank would add to the slot's rank as it is now; infinite if the rank
-    already holds the expert."""
+    """Variance that the hottest rank's replica under consideration would add to the current load of the slot's rank;
+    infinite if the rank already holds the expert."""
     scratch_P: Float32
-    """Working space of ``best_swap``."""
+    """Scratch memory for ``best_swap``."""
     held_E: Bool
     """bool ``[E]``, True if the hottest rank holds the expert; all False between two calls of ``best_swap``."""
 
 
 @kernel
 def swaps_of(assignment: Assignment, heat: Heat) -> Swaps:
-    """Allocate the arrays and compute the values of all slots."""
+    """Allocate the arrays and precompute the values for all slots."""
     ranks, slots = assignment.phy2log_RS.shape
     rows = np.empty((10, ranks * slots), dtype=np.float32)
     # Index the rows one by one, because numba does not recognise that unpacked rows are contiguous.
@@ -120,7 +120,7 @@ def best_swap(
     hot
         The hottest rank.
     bound
-        Reduction of the pressure that the swap must exceed.
+        Reduction in pressure that the swap must exceed.
     swaps
         Precomputed values of the placement.
 

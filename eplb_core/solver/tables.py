@@ -1,15 +1,15 @@
 """Tables (``log2phy``): the replica that each source uses for each expert.
 
 Engines use a fixed rule: source ``g`` sends to replica ``g % replicas``. The sources contribute unevenly to an expert's
-tokens, so the fixed rule splits them unevenly. This module solves the tables together with the placement:
+tokens, so the fixed rule splits the tokens unevenly. This module solves the tables together with the placement:
 
 1. Each source's share of each expert's tokens is assigned to the replica whose rank stays coolest, largest shares first
    (Graham's LPT).
-2. Single shares are moved off the hottest rank as long as this cools it (``cool``).
+2. Individual shares are moved off the hottest rank as long as this cools it (``cool``).
 3. Experts are swapped between ranks together with their sources (``swap_through_tables``). For example, 32 sources
    cannot split an expert evenly over ten replicas, so the placement is adjusted to the split that the tables achieve.
 
-The G sources are groups of ranks: ranks that see the same tokens form one source and use one table.
+The G sources are groups of ranks: ranks that see the same tokens form one source and share one table.
 
 References
 ----------
@@ -43,7 +43,7 @@ from eplb_core.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
 
 
 class TablesByExpert(NamedTuple):
-    """Tables in expert order, with an expert's entries for all sources side by side, and the slots of each expert."""
+    """Tables stored by expert, so that the entries of one expert are contiguous, and the slots of each expert."""
 
     chosen_EG: Int32
     """int32 ``[E, G]``, physical id to which each source sends its tokens of each expert, updated in place."""
@@ -68,7 +68,7 @@ def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
 
     Examples
     --------
-    Expert 0 is in the slots 0 and 2:
+    Expert 0 is in slots 0 and 2:
 
     >>> slots_by_expert(np.array([[0, 1], [0, 2]], dtype=np.int32), 3)
     (array([0, 2, 3, 4], dtype=int32), array([0, 2, 1, 3], dtype=int32))
@@ -123,7 +123,7 @@ def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> 
 
 @kernel
 def _rule_by_expert(first_E1: Int32, slot_P: Int32, sources: int, width: int) -> Int32:
-    """Return ``fixed_rule`` transposed, int32 ``[E, G]``, so that each row is written contiguously."""
+    """Return the result of ``fixed_rule``, transposed to ``[E, G]`` so that each expert's entries are contiguous."""
     experts = first_E1.shape[0] - 1
     chosen_EG = np.empty((experts, sources), dtype=np.int32)
     for e in range(experts):
@@ -147,7 +147,7 @@ def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float
 
     Examples
     --------
-    Source 0 sends its three quarters of expert 0 to slot 0, and source 1 sends the rest to slot 2:
+    Source 0 sends its three quarters of expert 0's tokens to slot 0, and source 1 sends the rest to slot 2:
 
     >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
     >>> chosen_GE = np.array([[0, 1, 3], [2, 1, 3]], dtype=np.int32)
@@ -213,7 +213,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
 def _assign_shares(
     phy2log_RS: Int32, tables: TablesByExpert, heat: Heat, order_E: Int32, order_EG: Int32, z: float
 ) -> Assignment:
-    """Assign each source's share of an expert to the replica whose rank stays coolest, hottest experts first.
+    """Assign each source's share of each expert's tokens to the replica whose rank stays coolest, hottest expert first.
 
     Only the few ranks that hold the current expert change, and their loads only grow. The time per share is therefore
     independent of the number of experts.
@@ -223,7 +223,7 @@ def _assign_shares(
     phy2log_RS
         int32 ``[R, S]``, placement.
     tables
-        Tables, changed in place. Shares without tokens keep their entry.
+        Tables, changed in place. Entries of sources without tokens are left unchanged.
     heat
         Heat of the layer.
     order_E
@@ -412,19 +412,19 @@ def _replica_scratch(first_E1: Int32) -> Float32:
 
 
 class _RanksOfReplicas(NamedTuple):
-    """Loads of the ranks that hold an expert, so that they are looked up once for all its sources."""
+    """Loads of the ranks that hold an expert, looked up once for all of the expert's sources."""
 
     load_K: Float32
     """float32 ``[K]``, mean load of the rank of each replica."""
     variance_K: Float32
     """float32 ``[K]``, variance of the rank's load."""
     cross_K: Float32
-    """float32 ``[K]``, covariance of the rank's load and the expert."""
+    """float32 ``[K]``, covariance of the rank's load with the expert's heat."""
 
 
 @part
 def _ranks_of_replicas(first_E1: Int32) -> _RanksOfReplicas:
-    """Return arrays for the expert that has the most replicas, without values."""
+    """Return uninitialised arrays that are large enough for the expert with the most replicas."""
     return _RanksOfReplicas(
         _replica_scratch(first_E1), _replica_scratch(first_E1), _replica_scratch(first_E1)
     )
@@ -434,9 +434,9 @@ def _ranks_of_replicas(first_E1: Int32) -> _RanksOfReplicas:
 def _look_up(
     assignment: Assignment, expert: int, slot_K: Int32, load_K: Float32, variance_K: Float32, cross_K: Float32
 ) -> None:
-    """For each replica of an expert, copy its rank's load, variance and covariance into ``load_K`` etc.
+    """Copy the load, variance and covariance of each replica's rank into ``load_K``, ``variance_K`` and ``cross_K``.
 
-    They are copied once per expert and then used for all its sources.
+    This is done once per expert, and the copies are then used for all of its sources.
     """
     for k in range(slot_K.shape[0]):
         rank = slot_K[k] // assignment.phy2log_RS.shape[1]

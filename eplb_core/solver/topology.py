@@ -1,7 +1,7 @@
-"""Adaptation of a new placement to the current layout and the nodes, so that few replicas and tokens change nodes.
+"""Adaptation of a new placement to the current layout and the nodes, to reduce moves and traffic between nodes.
 
-- ``match_ranks``: load balance does not depend on which rank holds which set of experts, so a placement solved from
-  scratch can assign its sets to the ranks that already hold most of their experts.
+- ``match_ranks``: load balance does not depend on which rank holds which set of experts, so the sets of a placement
+  solved from scratch can be assigned to the ranks that already hold most of their experts.
 - ``keep_slots``: an expert that stays on a rank keeps its slot.
 - ``choose_senders``: each move gets a sender that is near the receiver and has little else to send.
 - ``localised``: tables prefer replicas on the source's node if that does not raise the peak load.
@@ -127,7 +127,7 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
     Returns
     -------
     Int32
-        int32 ``[R, S]``, the same rows in the order of the ranks.
+        int32 ``[R, S]``, the same rows in rank order.
 
     Examples
     --------
@@ -178,9 +178,9 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
 
 @part
 def _match_scores(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int32) -> Int32:
-    """Return how well each row of a placement fits each rank, int32 ``[R, R]``.
+    """Score how well each row of a placement fits each rank, int32 ``[R, R]``.
 
-    The score counts the experts of the row that the rank holds, then those that its node holds.
+    The number of the row's experts that the rank holds counts most, then the number that its node holds.
     """
     ranks, slots = phy2log_RS.shape
     # At most ``slots`` of a row's experts are elsewhere on the rank's node, so a single expert on the rank outweighs
@@ -244,7 +244,7 @@ def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
 
 
 class _RoutedLoads(NamedTuple):
-    """Tables with the rank loads that they cause. All arrays except the shares and the heat are updated in place."""
+    """Tables with the resulting rank loads. All arrays except the shares and the heat are updated in place."""
 
     tables: TablesByExpert
     heat: Episodes
@@ -261,7 +261,7 @@ class _RoutedLoads(NamedTuple):
 def _routed_loads(
     phy2log_RS: Int32, log2phy_GE: Int32, heat: Episodes, deployed: LayerLayout
 ) -> _RoutedLoads:
-    """Return the rank loads under a copy of the tables, int32 ``[G, E]``. No expert's sources are listed yet."""
+    """Return a copy of the tables, int32 ``[G, E]``, with the resulting rank loads and empty source lists."""
     sources, experts = log2phy_GE.shape
     share_RS = slot_shares(phy2log_RS, log2phy_GE, deployed.share_GE)
     load_RN = loads_in_episodes(phy2log_RS, share_RS, heat.scaled_EN)
@@ -289,7 +289,7 @@ def _localise_tables(routed: _RoutedLoads, deployed: LayerLayout, pair_X2: Int32
     deployed
         Current layout, for the nodes of ranks and sources.
     pair_X2
-        int32 ``[X, 2]``, pairs of expert and source to redirect, in the order of ``_pairs_with_home``.
+        int32 ``[X, 2]``, pairs of expert and source to redirect, in the order returned by ``_pairs_with_home``.
     limit
         Upper bound on the mean peak, which is the mean peak before the first change.
     """
@@ -465,7 +465,8 @@ def _narrowed(
 ) -> tuple[float, float, float, float]:
     """Return the range from ``low`` to ``high`` and its best shift and peak after one more shift has been tried.
 
-    The mean peak is convex in the share that changes ranks, so shifts beyond the worse of two cannot be the best.
+    The mean peak is convex in the share that changes ranks, so no shift beyond the worse of two tried shifts can be the
+    best.
     """
     worse_shift = shift
     if peak < best_peak:
@@ -503,7 +504,7 @@ def localised(candidate: Candidate, heat: Episodes, deployed: LayerLayout, param
     deployed
         Current layout, with the nodes of ranks and sources.
     params
-        Search parameters; ``tables`` is used.
+        Search parameters. Only ``tables`` is used.
     """
     if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
@@ -520,7 +521,7 @@ def crossing_share(candidate: Candidate, heat: Episodes, deployed: LayerLayout, 
     """Return the fraction of the tokens that leave their source's node.
 
     It is 0 on a single node and for splits without tables. Tokens from a source that spans several nodes never count as
-    leaving, because each of its nodes has them.
+    leaving, because they are present on each of its nodes.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ def warm_up(threads: int | None = None) -> None:
 
 
 def _warm_search(placement: Placement, threads: int | None) -> None:
-    """Run the solver with each kind of tables."""
+    """Run the solver for each kind of token split."""
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 32 * 6, dtype=np.float64).reshape(2, 32, 6)
     params = SearchParams(
@@ -68,7 +68,7 @@ def _warm_search(placement: Placement, threads: int | None) -> None:
 
 
 def _warm_scoring(placement: Placement) -> None:
-    """Run the kernels that score a placement, for each type of heat."""
+    """Run the kernels that score a placement, once for each dtype of heat."""
     ones_TLE = np.ones((2, 2, 6), dtype=np.int64)
     no_tables_LRED = np.zeros((2, 0, 6, 1), dtype=np.int32)
     split = HostSplit(np.ones((2, 8)), no_tables_LRED, np.zeros((2, 0, 6)), np.ones((2, 6)))

@@ -1,14 +1,14 @@
-"""Rank loads of single steps in whole tokens: a step cannot send half a token to each of two replicas.
+"""Rank loads of individual steps in whole tokens. A step cannot send half a token to each of two replicas.
 
 A host splits an expert's tokens over its replicas in known shares. If a step has ``n`` tokens for an expert, a replica
-with the share ``p`` receives a binomially distributed number of them, with mean ``n * p``. In steps with few tokens,
+with share ``p`` receives a binomially distributed number of them, with mean ``n * p``. In steps with few tokens,
 the variance of this number determines the load of the hottest rank. For example, one token for an expert with two
 replicas gives one rank a load of 1; it never gives two ranks a load of 0.5.
 
 Draws depend only on a hash of the step number, the layer's heat in that step, the expert and the token. The same
 arguments therefore give the same loads, two placements are compared on the same draws, and a layer's loads do not
-depend on the other layers of the call. Few tokens are drawn one by one. Many tokens are drawn from the normal
-approximation of the binomial distribution and rounded.
+depend on the other layers in the call. Small numbers of tokens are drawn one token at a time. Large numbers are drawn
+from the normal approximation of the binomial distribution and rounded.
 
 References
 ----------
@@ -25,14 +25,14 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Float64, Int32, Int64, UInt64, set_row
 
 _FEW_PER_REPLICA = 16
-"""Maximum number of tokens per replica for which tokens are drawn one by one. With more tokens, the normal
-approximation is close."""
+"""Maximum number of an expert's tokens per replica at which the tokens are drawn one at a time. With more tokens, the
+normal approximation is accurate."""
 _UNIFORM = 65_536.0
-"""Range of a uniform number: 16 bits of a hash. One hash provides four such numbers."""
+"""Range of a uniform random number, which is 16 bits of a hash. One hash yields four such numbers."""
 _MEAN_OF_SUM = 131_070.0
-"""Mean of the sum of four uniform numbers, which is approximately normal."""
+"""Mean of the sum of four uniform random numbers. The sum is approximately normal."""
 _DEVIATION_OF_SUM = 37_837.227
-"""Standard deviation of the sum of four uniform numbers."""
+"""Standard deviation of the sum of four uniform random numbers."""
 
 
 class HostSplit(NamedTuple):
@@ -45,27 +45,27 @@ class HostSplit(NamedTuple):
     share_KP: Float64
     """float64 ``[K, R*S]``, expected fraction of its expert's tokens that each slot receives."""
     table_KRED: Int32
-    """int32 ``[K, R, E, D]``, slots to which a source sends its tokens of an expert in turn."""
+    """int32 ``[K, R, E, D]``, slots that each source uses in turn for its tokens of each expert."""
     source_KRE: Float64
     """float64 ``[K, R, E]``, each source's share of an expert's tokens."""
     spread_KE: Float64
-    """float64 ``[K, E]``, variance of many dealt tokens, as a fraction of the multinomial variance."""
+    """float64 ``[K, E]``, variance of token counts when many tokens are dealt, relative to the multinomial variance."""
 
 
 class ServedSteps(NamedTuple):
     """Loads of T steps in K layers."""
 
     peak_TK: Float64
-    """float64 ``[T, K]``, tokens of the most loaded rank."""
+    """float64 ``[T, K]``, tokens on the most loaded rank."""
     tokens_TK: Float64
-    """float64 ``[T, K]``, tokens of all ranks."""
+    """float64 ``[T, K]``, total tokens on all ranks."""
     us_TK: Float64
     """float64 ``[T, K]``, time of the slowest rank in microseconds; NaN for a step without tokens.
 
-    It has no rows if there is no cost curve.
+    The array has no rows if there is no cost curve.
     """
     loads_TKR: Float64
-    """float64 ``[T, K, R]``, tokens of each rank. It has no rows unless ``keep_loads`` is True."""
+    """float64 ``[T, K, R]``, tokens on each rank. The array has no rows unless ``keep_loads`` is True."""
     variance_K: Float64
     """float64 ``[K]``, variance of the ranks' jumps between consecutive steps, summed over the ranks.
 
@@ -90,16 +90,16 @@ def serve_steps(
     heat_TLE
         ``[T, L, E]``, tokens of each expert. A fractional token (float heat only) is split by the expected shares.
     layer_K
-        int64 ``[K]``, layers to serve.
+        int64 ``[K]``, indices of the layers to compute loads for.
     phy2log_KRS
         int32 ``[K, R, S]``, placement of these layers.
     split
         Split of the tokens of these layers.
     curve_4
-        float64 ``[4]``, cost curve: floor, read and launch in microseconds, and slope in microseconds per token. An
-        empty array to return no times.
+        float64 ``[4]``, cost curve: floor, read and launch in microseconds, and slope in microseconds per token. Pass
+        an empty array to skip the times.
     first_step
-        Number of the first step. A step's draws depend on its number and not on the steps around it.
+        Number of the first step. A step's draws depend on its number but not on the surrounding steps.
     keep_loads
         True to return all rank loads.
     """
@@ -135,7 +135,7 @@ def _serve_layer(
     heat_TLE
         ``[T, L, E]``, tokens of each expert.
     layer
-        The layer.
+        Index of the layer in ``heat_TLE``.
     k
         Index of the layer in ``split`` and ``served``.
     phy2log_RS
@@ -193,7 +193,7 @@ def _serve_layer(
 
 @part
 def _sum_ranks(tokens_P: Float64, load_R: Float64) -> tuple[float, float]:
-    """Write the tokens of each rank into ``load_R``, and return those of the most loaded rank and of all ranks."""
+    """Write each rank's tokens into ``load_R``, and return the maximum and the total over the ranks."""
     slots = tokens_P.shape[0] // load_R.shape[0]
     peak = 0.0
     total = 0.0
@@ -236,7 +236,7 @@ def _slowest_us(tokens_P: Float64, ranks: int, curve_4: Float64) -> float:
 def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
     """Keep each token with probability 1/2 and return the kept tokens, float64 ``[T, L, E]``.
 
-    Kept and dropped tokens are two samples of the same heat. They are independent if the heat is Poisson distributed.
+    Kept and dropped tokens are two samples of the same heat. They are independent if the heat is Poisson-distributed.
 
     Parameters
     ----------
@@ -268,7 +268,7 @@ def thinned(heat_TLE: Float64 | Int64 | Int32, seed: int) -> Float64:
 
 
 class _ReplicatedExperts(NamedTuple):
-    """Experts of a layer that have several slots, and the probabilities with which these slots receive their tokens."""
+    """A layer's experts that have several slots, and the probability that each of their slots receives a token."""
 
     expert_X: Int64
     """int64 ``[X]``, the experts."""
@@ -279,16 +279,16 @@ class _ReplicatedExperts(NamedTuple):
     share_Y: Float64
     """float64 ``[Y]``, expected fraction of its expert's tokens that each slot receives."""
     odds_Y: Float64
-    """float64 ``[Y]``, each slot's share of the tokens left by the expert's earlier slots."""
+    """float64 ``[Y]``, each slot's share of the tokens left over by the expert's preceding slots."""
     deviation_Y: Float64
-    """float64 ``[Y]``, standard deviation of ``odds_Y`` for a single token."""
+    """float64 ``[Y]``, standard deviation when one token is drawn with probability ``odds_Y``, scaled for dealing."""
 
 
 class _Dealing(NamedTuple):
-    """Dealing tables of a layer; they have no sources if the host does not deal."""
+    """Dealing tables of a layer. If the host does not deal, they have no sources."""
 
     table_RED: Int32
-    """int32 ``[R, E, D]``, slots to which a source sends its tokens of an expert in turn."""
+    """int32 ``[R, E, D]``, slots that each source uses in turn for its tokens of each expert."""
     source_RE: Float64
     """float64 ``[R, E]``, each source's share of an expert's tokens."""
     dealt_R: Int64
@@ -306,7 +306,7 @@ def _replicated_experts(expert_P: Int32, share_P: Float64, spread_E: Float64) ->
     share_P
         float64 ``[P]``, expected fraction of its expert's tokens that each slot receives.
     spread_E
-        float64 ``[E]``, variance of many tokens, as a fraction of the multinomial variance.
+        float64 ``[E]``, variance of token counts when many tokens are dealt, relative to the multinomial variance.
     """
     experts = spread_E.shape[0]
     count_E = np.zeros(experts, dtype=np.int64)
@@ -361,7 +361,7 @@ def _key_of(heat_E: Float64 | Int64 | Int32, step: int) -> UInt64:
 
 @part
 def _mixed(bits: int) -> UInt64:
-    """Apply the finalizer of SplitMix64: every bit of the result depends on every bit of the argument."""
+    """Apply the SplitMix64 finalizer, which makes every bit of the result depend on every bit of the argument."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: UInt64 = bits ^ (bits >> np.uint64(31))
@@ -372,7 +372,7 @@ def _mixed(bits: int) -> UInt64:
 def _spread_rest(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_Y: Float64, tokens_P: Float64
 ) -> int:
-    """Split an expert's fractional token over its slots by their shares and return the number of whole tokens."""
+    """Split the fractional part of an expert's tokens according to the slots' shares, and return the whole part."""
     whole = int(tokens)
     rest = tokens - whole
     for j in range(begin, end):
@@ -382,7 +382,10 @@ def _spread_rest(
 
 @part
 def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
-    """Return the remaining random bits and draw ``i``, between 0 and ``_UNIFORM``. Four draws share 64 bits."""
+    """Return the remaining random bits and the draw with index ``i``, a number between 0 and ``_UNIFORM``.
+
+    Four draws share 64 bits.
+    """
     if i & 3 == 0:
         bits = _mixed(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
     return bits >> np.uint64(16), np.int64(bits & np.uint64(0xFFFF)) + 0.5
@@ -392,7 +395,7 @@ def _next_draw(bits: UInt64, key: UInt64, i: int) -> tuple[UInt64, float]:
 def _draw_few(
     tokens: float, slot_Y: Int64, begin: int, end: int, share_Y: Float64, key: UInt64, tokens_P: Float64
 ) -> None:
-    """Draw the slot of every token and count the tokens in ``tokens_P``."""
+    """Draw a slot for each token, and count the tokens of each slot in ``tokens_P``."""
     whole = _spread_rest(tokens, slot_Y, begin, end, share_Y, tokens_P)
     last = end - 1
     bits = np.uint64(0)
@@ -417,10 +420,10 @@ def _draw_many(
     key: UInt64,
     tokens_P: Float64,
 ) -> None:
-    """Draw each slot's number of tokens, slot after slot, and write it into ``tokens_P``.
+    """Draw each slot's number of tokens, slot by slot, and write it into ``tokens_P``.
 
-    Given the draws for the earlier slots, a slot's number of tokens is binomially distributed over the remaining
-    tokens. It is drawn from the normal approximation and rounded. The last slot receives the remaining tokens.
+    Given the draws for the preceding slots, a slot's number of tokens follows a binomial distribution over the
+    remaining tokens. It is drawn from the normal approximation and rounded. The last slot receives the rest.
     """
     remaining = tokens
     for j in range(begin, end - 1):
@@ -448,7 +451,7 @@ def _deal(
     dealing: _Dealing,
     tokens_P: Float64,
 ) -> None:
-    """Draw the source of every token, deal the token according to the source's table and count it in ``tokens_P``.
+    """Draw a source for each token, deal the token according to that source's table, and count it in ``tokens_P``.
 
     Parameters
     ----------
@@ -457,7 +460,7 @@ def _deal(
     replicated
         The layer's replicated experts.
     x
-        Index of the expert among them.
+        Index of the expert in ``replicated``.
     key
         Hash of the step and the expert.
     dealing

@@ -21,16 +21,17 @@ from eplb_core.solver.model import (
 _MIN_BURST_SKEWNESS = 0.95
 """Minimum mean skewness of the experts' tokens per episode at which heat counts as bursty.
 
-In ``make bench-decide``, bursty heat has a skewness of 1.5 to 2.5, and the other synthetic heat at most 0.62. Heat
-recorded during decoding reaches 1.7.
+In ``make bench-decide``, bursty heat has a skewness of 1.5 to 2.5, and the other kinds of synthetic heat have at most
+0.62. Heat recorded during decoding reaches 1.7.
 """
 CLEARLY_BETTER = 0.9
-"""A forecast replaces the default only if its squared error is below this fraction of the default's.
+"""Fraction of the default forecast's squared error that another forecast must stay below to replace it.
 
-Chosen by hand so that static and alternating heat keeps the default in every layer of 256 experts.
+Chosen by hand so that every layer of 256 experts with static or alternating heat keeps the default.
 """
 MIN_STEPS_TO_TRIM = 16
-"""Minimum number of episodes per half for trimming means. Fewer episodes could all fall within one burst."""
+"""Minimum number of episodes per half at which trimmed means are considered. Fewer episodes could all fall within one
+burst."""
 MAX_LAGS = 16
 """Maximum distance, in steps or episodes, at which values are assumed to be correlated."""
 
@@ -98,7 +99,7 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
 
     Examples
     --------
-    Two ranks split the 10 tokens of expert 0 evenly:
+    The 10 tokens of expert 0 are split evenly over two ranks:
 
     >>> phy2log_LRS = np.array([[[0, 1], [0, 2]]], dtype=np.int32)
     >>> loads_of_ranks(np.array([[[10.0, 1, 2]]]), phy2log_LRS, np.array([[0.5, 1, 0.5, 1]]))
@@ -116,7 +117,7 @@ class EpisodeLoads(NamedTuple):
     """Expected rank loads of a window's episodes, and the variance of their jumps.
 
     A jump is the change in a rank's (or expert's) fraction of all tokens between two consecutive episodes. The variance
-    is half of the mean squared jump. It measures fluctuations from episode to episode and ignores slow trends. Episodes
+    is half the mean squared jump. It measures fluctuations from episode to episode and ignores slow trends. Episodes
     without tokens are skipped. The variance is 0 if fewer than two episodes have tokens.
 
     References
@@ -129,7 +130,7 @@ class EpisodeLoads(NamedTuple):
     rank_variance_K: Float64
     """float64 ``[K]``, variance of the ranks' jumps, summed over the ranks."""
     expert_variance_K: Float64
-    """float64 ``[K]``, variance of the experts' jumps, each divided by the expert's replicas, summed over experts."""
+    """float64 ``[K]``, variance of each expert's jumps divided by its replica count, summed over the experts."""
 
 
 @kernel
@@ -248,7 +249,7 @@ def episode_loads(
 
 @part
 def _start_jumps(before_E: Float64, jump_E: Float64) -> int:
-    """Reset the arrays of ``_add_jumps`` and return 0, the number of busy episodes so far."""
+    """Reset the arrays for ``_add_jumps`` and return 0, the number of busy episodes so far."""
     before_E[0] = -1.0
     for e in range(jump_E.shape[0]):
         jump_E[e] = 0.0
@@ -333,8 +334,8 @@ def _fading(episodes: int, half_life_H: Float64) -> Float64:
 def _trimmed_mean(scaled_EN: Float32, share_N: Float32) -> Float32:
     """Return each expert's mean over the half of the episodes in which it has the fewest tokens, float32 ``[E]``.
 
-    The means are scaled to the same sum as the untrimmed means. Episodes without weight are ignored. If every expert is
-    silent in half of the episodes, the untrimmed means are returned.
+    The means are scaled to the same sum as the untrimmed means. Episodes without weight are ignored. If every expert
+    has no tokens in half of the episodes, the untrimmed means are returned.
     """
     busy_EN = scaled_EN[:, share_N > 0]
     kept = (busy_EN.shape[1] + 1) // 2
@@ -383,8 +384,8 @@ def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> 
     """Choose the forecast whose prediction from the older half of the episodes is closest to the newer half's mean.
 
     The first half-life is the default. A different half-life, or the trimmed mean, replaces it if its squared error is
-    clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed. If two
-    kinds of heat alternate, it would predict only one of them. The default is also used if the newer half has no
+    clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed, because
+    it would predict only one of two alternating kinds of heat. The default is also used if the newer half has no
     tokens.
 
     Parameters

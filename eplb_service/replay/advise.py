@@ -28,7 +28,7 @@ _FREE = ", free moves"
 _SAME_PAR = 0.01
 """Relative distance from the best PAR within which PARs count as equal. The cheapest of equal settings is chosen."""
 _SURE_ERRORS = 2.0
-"""Two PARs count as equal if they differ by at most this many standard errors."""
+"""Maximum difference between two PARs that count as equal, in standard errors."""
 _MIN_INTERVALS = 4
 """Minimum number of intervals for computing the standard error of a PAR."""
 _MEMORY_GAIN = 0.1
@@ -391,7 +391,7 @@ def _distinct(options: Sequence[Option], preferred: Setup | None = None) -> tupl
 
 
 def cheapest(options: Sequence[Option], left_alone: float = 1.0) -> Option:
-    """Return the option with the fewest slots among those near the best time, or the best PAR if times are unknown.
+    """Return the option with the fewest slots among those with a near-best time (or PAR, if times are unknown).
 
     If times are unknown, extra slots must add a tenth of the largest gain, because they cost memory.
 
@@ -474,7 +474,7 @@ def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
 
 
 def _one_per_slots(options: Sequence[Option], chosen: Option) -> list[Option]:
-    """Return ``chosen``, and one option with priced moves for every other number of slots."""
+    """Return ``chosen``, and one option with priced moves for each of the remaining slot counts."""
     by_slots: dict[int, Option] = {}
     for option in options:
         by_slots.setdefault(option.setup.slots, option)

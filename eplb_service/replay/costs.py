@@ -230,13 +230,13 @@ class Costs:
     ) -> npt.NDArray[np.int64]:
         """Return the number of steps from the end of a window until each layer of its plan takes effect, int64 ``[L]``.
 
-        All are 0 if the step time is unknown. Otherwise the plan reaches the ranks after ``solve_ms`` and is picked up
-        ``PICK_UP_PASSES`` later. Its parts (see ``part_end``) are then committed one after another:
+        All are 0 if the step time is unknown. Otherwise, the plan reaches the ranks after ``solve_ms`` and is picked up
+        ``PICK_UP_PASSES`` passes later. Its parts (see ``part_end``) are then committed one after another:
 
         - Transferring a part takes as long as the busiest rank needs to transfer its experts over its share of the
           link, rounded up to at least one whole step.
         - The ranks vote on the part in the next pass whose number is a multiple of ``VOTE_INTERVAL``.
-        - ``VOTE_LAG`` passes later they read the outcome, commit the part and start the next one.
+        - ``VOTE_LAG`` passes later, they read the outcome, commit the part and start the next one.
 
         Handshakes between ranks are not modelled.
 

@@ -1,4 +1,4 @@
-"""Create a replay's jobs from policies and setups, run them in one or several processes or on Ray, and collect them."""
+"""Create a replay's jobs, run them in one or several processes or on a Ray cluster, and collect their results."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
-    """Return the scene that all jobs share. Its initial placement has the experts in order.
+    """Return the scene that all jobs share. In its initial placement, experts are in order.
 
     Parameters
     ----------
     ranks
-        Number of ranks R.
+        R, number of ranks.
     costs
-        Costs of steps and switches. By default, decisions take effect at once and no times are known.
+        Costs of steps and switches. By default, decisions take effect at once, and times are unknown.
     topology
         Nodes and token groups. By default, one node, with different tokens on every rank.
 

@@ -97,7 +97,7 @@ class PolicyReplay:
     policy
         Name of the policy; empty for a baseline.
     label
-        Unique name in the replay.
+        Name of the job, unique within the replay.
     setup
         Slots and schedule.
     decisions

@@ -26,9 +26,9 @@ _STEPS_READ = 8
 def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str) -> Float64:
     """Return the tokens that each rank receives in some steps of a trace, float64 ``[t, L, R]``.
 
-    If the trace has as many source ranks as the placement has ranks, each token goes to the slot that its source rank's
-    table names, and dealing tables use their entries in turn. Otherwise each token's source is drawn uniformly from all
-    ranks. Hosts with the split ``even`` or ``step`` use no tables. Token counts remain integers.
+    If the trace has as many source ranks as the placement has ranks, each token goes to the slot given by its source
+    rank's table, and the entries of dealing tables are used in turn. Otherwise, each token's source is drawn uniformly
+    from all ranks. Hosts with the split ``even`` or ``step`` use no tables. Token counts remain integers.
 
     Parameters
     ----------

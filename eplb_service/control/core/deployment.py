@@ -34,7 +34,7 @@ _MAX_PROBLEMS = 8
 _STEPS_PER_COMPLETE_STEP = 8
 """While a rank's heat is late, a decision requires at least one in this many steps to be complete."""
 _LATE_REPORTS = 2
-"""A rank's heat is late if it is more than this many reports behind the furthest rank's."""
+"""Number of reports by which a rank's heat may lag behind that of the rank furthest ahead before it counts as late."""
 _MAX_TOTAL = 1 << 62
 """Upper bound on each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 
@@ -141,9 +141,9 @@ class Deployment:
         True once all ranks of some group have connected and agreed on a layout.
     plan_problems
         Latest problems with plans since the last decision began.
-    without_heat
+    heat_stall
         Time elapsed and steps run since a step was last completed.
-    without_decision
+    decision_stall
         Time elapsed and steps run since the last decision.
     shedding
         Fraction of its heat that each rank reports.

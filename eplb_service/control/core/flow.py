@@ -41,8 +41,8 @@ class Limits:
     window_steps
         Maximum number of steps that a decision uses.
     pending_steps
-        Maximum number of steps that the fastest rank's reports may be ahead of the slowest rank's. It also limits the
-        length of one report.
+        Maximum number of steps by which the fastest rank's reports may be ahead of the slowest rank's. It also limits
+        the length of one report.
     plan_timeout
         Seconds without a report from any rank after which a plan times out.
     interval

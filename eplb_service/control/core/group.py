@@ -27,8 +27,8 @@ _INCOMPLETE_SECONDS = 60.0
 """Time that ranks may wait for the rest of their group before another group may replace it."""
 
 AssembledLayout: TypeAlias = tuple[Mapping[int, Hello], DeployedLayout | ConflictError]
-"""Result of assembling a layout: the Hellos received before the last one, and either the layout or the error that says
-why the Hellos contradict each other."""
+"""Result of assembling a layout: the Hellos received before the last one, and either the layout or the error that
+describes how the Hellos contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Group:
     shape
         Number of ranks, layers, experts and slots, and size of an expert.
     members
-        Members that have ever connected, keyed by rank.
+        All members that have ever connected, keyed by rank.
     waiting
         Hellos received while the group is incomplete, keyed by rank; empty once it is complete.
     live
@@ -297,12 +297,12 @@ class Attendance:
     rejections
         Reason for each rejection and time of the first check after it, keyed by rank. The time is ``None`` before that
         check.
-    forming_since
+    incomplete_since
         Time of the first check at which connected ranks were waiting for the rest of their group; ``None`` if no rank
         is waiting.
-    forming_overdue
-        True if they have waited long enough for a different group to replace this one.
-    departed_since
+    is_overdue
+        True if they have waited so long that a different group may replace this one.
+    empty_since
         Time of the first check at which no rank was connected; ``None`` if a rank is connected.
     """
 

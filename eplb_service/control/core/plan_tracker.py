@@ -11,8 +11,8 @@
        +--the service stops or another group forms---------------> INTERRUPTED
 
 Layers that were committed before the plan ended stay committed. The ranks decide by their own vote, and this module
-only records the result. A report that arrives after the end still counts as a committed layer, but does not change the
-plan's outcome.
+only records the result. A commit report that arrives after the end is still recorded, but does not change the plan's
+outcome.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from eplb_service.control.core.group import rank_list
 _MAX_REASONS = 3
 """Maximum number of reasons listed in an outcome."""
 _IDLE_SHARE = 0.25
-"""Ranks count as idle after this fraction of the plan's timeout without a new step. They report only every few seconds,
-so a shorter gap does not show that they are idle."""
+"""Fraction of the plan's timeout after which ranks without a new step count as idle. They report only every few
+seconds, so a shorter gap does not show that they are idle."""
 
 
 class Outcome(str, enum.Enum):

@@ -183,9 +183,9 @@ class Certificates:
         return None if self._shown == self._contents else self.current()
 
     def validity(self) -> dict[str, Validity]:
-        """Return the validity of the certificates in use, by setting.
+        """Return the validity of the certificates in use, keyed by setting.
 
-        If a file contains several certificates, it is the validity of the first one to expire.
+        If a file contains several certificates, its validity is that of the first one to expire.
         """
         self._refresh()
         _, certificate, *authority = self._contents

@@ -195,7 +195,7 @@ def _hottest(deployment: Deployment, par_L: Float64) -> dict[str, Any]:
 
 
 def _forecast(deployment: Deployment) -> operator_pb2.Forecast | None:
-    """Return the last decision's forecast of the gain until the next decision; ``None`` without a forecast."""
+    """Return the last decision's forecast of the gain until the next decision; ``None`` if there is none."""
     gain = deployment.session.forecasts.gain
     if gain is None:
         return None

@@ -172,7 +172,7 @@ async def _open_store(
 
 
 def _store_path(settings: ServiceSettings) -> str:
-    """Return the path of the store, creating the folder of the default store; raises ``StoreError`` if that fails."""
+    """Return the path of the store, creating the default store's directory; raises ``StoreError`` if that fails."""
     if settings.store is not None:
         return settings.store
     path = default_store()

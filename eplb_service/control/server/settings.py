@@ -197,7 +197,7 @@ class ServiceSettings(_PlannerFields):
 
 
 def default_store(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the default path of the store; raises ``SettingsError`` if this user has no home folder."""
+    """Return the default path of the store; raises ``SettingsError`` if this user has no home directory."""
     state_home = Path(environment.get("XDG_STATE_HOME", ""))
     try:
         # The XDG specification requires relative paths to be ignored.
@@ -220,7 +220,7 @@ def load_settings(
     Parameters
     ----------
     flags
-        Values of command-line flags by setting; ``None`` if a flag is absent.
+        Values of command-line flags, keyed by setting; ``None`` if a flag is absent.
     config
         YAML file of settings, if any.
     environment

@@ -78,7 +78,7 @@ _BOUNDS = {
     "ranks": MAX_RANKS + 1,
     "slots": MAX_SLOTS + 1,
 }
-"""Exclusive upper bounds on a stored deployment's integers, by field. The default is ``MAX_VERSION + 1``."""
+"""Exclusive upper bounds on a stored deployment's integers, keyed by field. The default is ``MAX_VERSION + 1``."""
 _MAX_PLAN_ID = MAX_VERSION // 2
 _MAX_TIMESTAMP = 1e11
 """Maximum time of a plan, in seconds since 1970 (the year 5138)."""
@@ -160,11 +160,14 @@ class Store:
                 f"cannot write the store {path!r}: {error}; free disk space, or specify another file with --store"
             ) from error
         (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
-        # Agents remember plan ids longer than a lost store does, so ids start above the clock.
+        # Agents remember plan ids even after a store is lost, so the ids of a new store start at the current time.
         self._last_plan_id: int = max(last, int(time.time()))
 
     def _begin_term(self, above: int) -> int:
-        """Begin a new leader term and return it. Also interrupt open plans, and raise higher terms of deployments."""
+        """Begin a new leader term and return it.
+
+        Also mark open plans as interrupted, and raise the deployments' own terms that are not below the new term.
+        """
         self._check_terms()
         impossible = "SELECT rowid, * FROM plans WHERE id NOT BETWEEN 1 AND ?"
         for row in self._db.execute(impossible, (_MAX_PLAN_ID,)).fetchall():
@@ -230,7 +233,7 @@ class Store:
         close_store(self._db)
 
     def new_plan_id(self) -> int:
-        """Return a new plan id. Ids start above the clock, so that a new store is unlikely to reuse a lost one's."""
+        """Return a new plan id. Ids start at the current time, so a new store is unlikely to reuse a lost store's."""
         self._last_plan_id += 1
         return self._last_plan_id
 

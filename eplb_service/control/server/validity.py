@@ -59,7 +59,7 @@ def first_to_expire(pem: bytes) -> Validity | None:
 
 
 def _validity(der: bytes) -> Validity:
-    """Return the validity of a DER certificate, which is its fourth signed field, not counting the optional version."""
+    """Return the validity of a DER certificate: its fourth signed field, not counting the optional version."""
     (_, certificate), *_ = _elements(der)
     (_, signed), *_ = _elements(certificate)
     fields = [content for tag, content in _elements(signed)[:5] if tag != _VERSION]
@@ -75,7 +75,7 @@ def _elements(der: bytes) -> list[tuple[int, bytes]]:
 
     Examples
     --------
-    An integer (tag 2) of one byte, and a text (tag 12) of two bytes:
+    An integer (tag 2) of one byte, and a string (tag 12) of two bytes:
 
     >>> _elements(bytes([2, 1, 65, 12, 2, 111, 107]))
     [(2, b'A'), (12, b'ok')]

@@ -7,7 +7,7 @@ without a restart::
       role: agent                  # agent, operator or reader
       deployments: [decode]        # or ['*']
       ranks: 0-15                  # agents only; all ranks if absent
-      token_sha256: 9f86d0...      # or `token:` itself, or `certificate:` and a client certificate's name
+      token_sha256: 9f86d0...      # or `token:` with the token, or `certificate:` with a name in a client certificate
 
 The gate checks a call before it reads any of its body. For a unary call, gRPC would read the message before it calls
 the handler. Unary calls are therefore registered as streams, so that rejecting a call costs only its headers.

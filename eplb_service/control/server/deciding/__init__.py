@@ -1,1 +1,1 @@
-"""Decisions: their inputs, the threads that compute them, and offering the resulting plans to the ranks."""
+"""Decisions: their inputs, the planner threads that compute them, and the offering of plans to the ranks."""

@@ -159,7 +159,7 @@ class Decider:
         deployment
             The deployment.
         prior
-            Prior to use for the decision, which otherwise uses the deployment's own heat.
+            Prior on which to base the decision; ``None`` to use the deployment's own heat.
         """
         name = deployment.name
         running = self._running.get(name)
@@ -278,9 +278,9 @@ class Decider:
         solved
             The plan.
         outlook
-            Outlook of the decision; ``None`` if it was made on a prior.
+            Outlook of the decision; ``None`` if the decision was based on a prior.
         cost
-            Number of steps over which the CPU budget pays for the decision.
+            CPU time of the decision, as the number of steps whose CPU budget pays for it.
         """
         if not solved.layers:
             if outlook is not None:

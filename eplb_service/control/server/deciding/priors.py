@@ -54,7 +54,7 @@ class Priors:
         deployment
             Deployment for which the first plan is made.
         deployments
-            All deployments of the service, by name.
+            All deployments of the service, keyed by name.
         """
         source = self._sources.get(deployment.name)
         if source is None or deployment.group is None:

@@ -170,7 +170,7 @@ class Leadership:
     Parameters
     ----------
     lease
-        The lease whose holder leads.
+        Lease whose holder leads.
     seconds
         Time for which the lease stays valid without renewal.
     """

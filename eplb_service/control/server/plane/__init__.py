@@ -1,1 +1,1 @@
-"""Control plane: applies every call to its deployment and carries out the resulting events."""
+"""Control plane: applies every call to its deployment and handles the resulting events."""

@@ -39,8 +39,9 @@ _MAX_PLANS_LISTED = 100
 class ControlPlane:
     """Forwards calls to the deployments' state machines, and their events to the store, metrics, logs and streams.
 
-    It has these public attributes, among others: ``deployments`` and their stored states (``remembered``), by name;
-    ``streams`` to the ranks; ``feed``, which sends heat to watchers; and ``observer``, which records data for charts.
+    It has these public attributes, among others: ``deployments`` and their stored states (``remembered``), both keyed
+    by name; ``streams`` to the ranks; ``feed``, which sends heat to watchers; and ``observer``, which records data for
+    charts.
 
     Parameters
     ----------
@@ -275,7 +276,7 @@ class ControlPlane:
         Parameters
         ----------
         certificates
-            Validity of the service's certificates, by setting.
+            Validity of the service's certificates, keyed by setting.
         """
         expiring = self._check_files(certificates or {})
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))

@@ -138,9 +138,9 @@ class KnownDeployments:
         return 0 if deployment.group is None else self._bytes_for(deployment.group.shape)
 
     def make_room(self, hello: Hello) -> list[Deployment]:
-        """Free heat of deployments without connected ranks until a new group's heat fits; return these deployments.
+        """Free the heat of deployments without connected ranks until a new group's heat fits; return those deployments.
 
-        Raises ``ExhaustedError`` if it still does not fit when all such heat is freed.
+        Raises ``ExhaustedError`` if it would not fit even with all such heat freed.
         """
         needed = self._bytes_for(hello.shape)
         limit = self._settings.max_heat_bytes

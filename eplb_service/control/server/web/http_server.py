@@ -63,8 +63,8 @@ _CALLS: dict[str, tuple[str, type[Any], dict[str, Any]]] = {
     "deployments/{deployment}/balance": ("GetBalance", operator_pb2.GetBalanceRequest, {}),
     "deployments/{deployment}/history": ("GetHistory", operator_pb2.GetHistoryRequest, {"limit": 20}),
 }
-"""Method of ``OperatorService`` with the type and default fields of its request, by path. All of these methods are
-read-only."""
+"""Method of ``OperatorService`` with the type and default fields of its request, keyed by path. All of these methods
+are read-only."""
 _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.UNAUTHENTICATED: web.HTTPUnauthorized,
     grpc.StatusCode.PERMISSION_DENIED: web.HTTPForbidden,
@@ -73,7 +73,7 @@ _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: web.HTTPTooManyRequests,
 }
 PAGE = Path(__file__).parent / "page"
-"""Folder of the web page's files."""
+"""Directory of the web page's files."""
 
 
 @dataclass(eq=False)
