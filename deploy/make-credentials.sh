@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Create a CA, the service's certificate, one token per role, and a Grafana password, for a trial or a small site:
-#   deploy/make-credentials.sh FOLDER HOST...
-# Each HOST is a name at which agents and operators reach the service. Existing files in FOLDER are kept, so a second run
-# renews nothing; remove a file to create it again. Larger sites use their own CA and credentials.
+#   deploy/make-credentials.sh DIRECTORY HOST...
+# Each HOST is a name at which agents and operators reach the service. Existing files in DIRECTORY are kept, so a second
+# run renews nothing; remove a file to create it again. Larger sites use their own CA and credentials.
 set -euo pipefail
-folder=${1:?usage: make-credentials.sh FOLDER HOST...}
+folder=${1:?usage: make-credentials.sh DIRECTORY HOST...}
 shift
 umask 077
 mkdir -p "$folder"
@@ -33,5 +33,5 @@ fi
 if [ ! -e grafana.password ]; then
     openssl rand -hex 16 | tr -d '\n' >grafana.password
 fi
-# Only the owner can access the folder. A container's user reads the files, each of which is mounted separately.
+# Only the owner can access the directory. A container's user reads the files, each of which is mounted separately.
 chmod 0444 ca.pem tls.crt tls.key credentials.yaml grafana.password ./*.token

@@ -1,8 +1,8 @@
-"""Build step that the distributions in this folder share.
+"""Build step that the distributions in this directory share.
 
-Each folder holds a ``pyproject.toml`` and a ``setup.py`` only. The code is in the package of the same purpose at the
-root of the repository. A wheel or an editable install can be built here, but no source archive: the source archive of
-eplb-service has all of these folders.
+Each subdirectory contains only a README, a ``pyproject.toml`` and a ``setup.py``. The code is in the corresponding
+package at the root of the repository. Wheels and editable installs can be built here, but not source archives: the
+source archive of eplb-service contains all of these directories.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build(distribution: str, package: str, *, stubs: bool = False) -> None:
     Parameters
     ----------
     distribution
-        Folder next to this file, such as ``eplb-core``.
+        Directory next to this file, such as ``eplb-core``.
     package
         Package at the root of the repository that the distribution contains.
     stubs

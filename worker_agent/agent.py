@@ -35,7 +35,7 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_REPORT_STEPS = 16
 """Number of steps per heat report until the service requests a different number."""
 _WATCH_CALLS = 16
-"""Number of calls between two checks that the control stream's thread is alive."""
+"""Number of calls between checks that the control stream's thread is alive."""
 
 
 class RestoreError(RuntimeError):
@@ -96,7 +96,7 @@ class Agent:
     layers
         This rank's live MoE layers.
     settings
-        Settings of the agent.
+        The agent's settings.
     rendezvous
         Result of the rendezvous with the peers.
     on_commit
@@ -162,7 +162,7 @@ class Agent:
         host_group
             CPU-capable (gloo) process group of the EP ranks. It is used only during this call.
         settings
-            Settings of the agent; read from the environment by default.
+            The agent's settings; read from the environment by default.
         token_group
             ID of this rank's token group. Ranks that see the same tokens (all-gather dispatch) have the same ID.
             ``None`` if each rank has its own tokens.
@@ -216,7 +216,7 @@ class Agent:
 
     @property
     def installed(self) -> RankLayout:
-        """Current layout of this rank. The object is immutable, and each commit replaces it."""
+        """This rank's current layout. The object is immutable, and each commit replaces it."""
         return self._switch.state.installed
 
     @property
@@ -347,7 +347,7 @@ class Agent:
 
     @_contained()
     def close(self, timeout: float = 5.0) -> None:
-        """Stop voting and all agent threads. The model can keep serving with the current layout.
+        """Stop voting, and stop all agent threads. The model can keep serving with the current layout.
 
         Ranks may call this at different times. Once the first rank has called it, the other ranks stop balancing.
 
@@ -371,7 +371,7 @@ class Agent:
 
     def _boundary(self, phase: StepPhase, tokens: int | None) -> None:
         if self._unfinished:
-            self._guarded(self._switch.stumble, "an error ended the previous call")
+            self._guarded(self._switch.stumble, "the previous call failed with an error")
         self._unfinished = True
         previous = self._step
         self._guarded(self._count_call)

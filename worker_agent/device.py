@@ -44,7 +44,7 @@ class Mark:
 
 
 class SideStream:
-    """Stream on a device that is separate from the model's stream.
+    """Device stream that is separate from the model's stream.
 
     Keep this object for as long as memory allocated on its stream is in use. The allocator reuses freed memory only on
     the stream on which it was allocated, so the model never receives memory that this stream still writes to.
@@ -82,7 +82,7 @@ def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor, moved to memory that ``device`` can copy from without blocking the caller."""
+    """Return a host tensor in memory that ``device`` can copy from without blocking the caller."""
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
@@ -97,14 +97,14 @@ _ND = 2
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return torch_npu's number for a tensor's memory format, such as 29 for FRACTAL_NZ, or 2 (ND) if not on an NPU."""
+    """Return torch_npu's number for a tensor's memory format, such as 29 for FRACTAL_NZ; 2 (ND) without an NPU."""
     if tensor.device.type != "npu":
         return _ND
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if the memory is in blocks (NZ). torch_npu can only send such a tensor whole, including padding."""
+    """Return True if a tensor is in blocks (NZ). torch_npu can only send it as a whole, including padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 

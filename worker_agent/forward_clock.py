@@ -26,11 +26,11 @@ _STILL_CALLS = 64
 
 
 class ForwardClock:
-    """Number of the last forward pass before the current step boundary.
+    """Clock that numbers each step boundary by the last forward pass before it.
 
-    It is the same on every rank of a healthy group. On a CPU, the layers' counter is read directly. On a device, it is
-    copied in the background, so ``called`` accounts for a missed call only a few calls later. Only ``exact``, which
-    waits for the device, is always correct.
+    The number is the same on every rank of a healthy group. On a CPU, the layers' counter is read directly. On a
+    device, it is copied in the background, so ``called`` accounts for a missed call only a few calls later. Only
+    ``exact``, which waits for the device, is always correct.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class ForwardClock:
             return None
         if self.now < self._highest:
             return (
-                f"the layers' load_counter has gone back from {self._highest} to {self.now}; "
+                f"the layers' load_counter has decreased from {self._highest} to {self.now}; "
                 f"the ranks cannot switch layers until it exceeds {self._highest}"
             )
         return f"the layers' load_counter has not grown in {still} calls; the ranks cannot switch layers"
@@ -105,10 +105,10 @@ class ForwardClock:
         if self._host_counter is None:
             self._follow_counter()
         count = self._count
-        # If it does not wait for the device, the count may be off by a few passes.
+        # A count that does not wait for the device may be off by a few passes.
         tolerance = _MAX_COPIES if self._host_counter is None else 0
         if count < self._last_count - tolerance:
-            self.trouble = f"the host's count of forward passes went back from {self._last_count} to {count}"
+            self.trouble = f"the host's count of forward passes decreased from {self._last_count} to {count}"
         self._last_count = count
         now = self._offset + count
         if now > self._highest:

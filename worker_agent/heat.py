@@ -73,7 +73,7 @@ class _Copy:
     arrived: Mark
 
     def is_valid(self) -> bool:
-        """Return True if each row was written by exactly its own step's forward pass."""
+        """Return True if each row was written by its own step's forward pass and by no other."""
         steps = self.report.steps
         expected = [*range(self.first_pass, self.first_pass + steps)]
         return self.passes.tolist() == expected + expected[-1:] * (len(self.passes) - steps)
@@ -163,7 +163,7 @@ class HeatRecorder:
         micros: int = 0,
         base: int | None = None,
     ) -> None:
-        """Record that a step has been queued. Its heat is lost if the layers' counter does not match its pass.
+        """Record that a step has been queued. Its heat is lost if its forward pass does not match the layers' counter.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class HeatRecorder:
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Passes without a call are lost. A repeated call does not belong to any pass, so it loses none.
+            # Steps without a call are lost. A repeated call does not belong to any pass, so it loses no step.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:
@@ -255,7 +255,7 @@ class HeatRecorder:
         return _Copy(report, first_pass, self._to_host(passes), Mark(self._device))
 
     def _note_pass(self, row: int, counter: int) -> None:
-        """Store, in ``row``, a counter's value after the last queued pass."""
+        """Store a counter's value after the last queued pass, at index ``row``."""
         passes_P = self._host_passes
         value = self._host_counters[counter]
         if passes_P is None or value is None:

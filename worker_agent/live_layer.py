@@ -83,7 +83,7 @@ class LiveLayer(Protocol):
 
         A sum over all ranks must count each token once. If several ranks see the same tokens, one of them counts the
         tokens and the rows of the other ranks are zero. Every layer needs ``moe_load`` or ``source_load``, and all
-        ranks must provide the same ones.
+        ranks must provide the same kinds of counts.
         """
         ...
 
@@ -101,7 +101,8 @@ class LiveLayer(Protocol):
     def expert_weights(self) -> Sequence[ExpertWeights]:
         """Return every weight that the expert kernels read, with one entry per kind.
 
-        In each entry, index ``s`` is the contiguous weight of slot ``s``. The weights of all layers are on one device.
+        In each entry, index ``s`` holds the weight of slot ``s``, which is contiguous. The weights of all layers are on
+        one device.
         """
         ...
 
@@ -119,12 +120,12 @@ class RowDealt(Protocol):
     """Live layer that declares how its host picks an entry of the dealing table."""
 
     entry_by_row: bool
-    """True if the host picks the entry by the token's row in the batch, which gives entries equal shares."""
+    """True if the host picks the entry based on the token's row in the batch, so all entries get equal shares."""
 
 
 @runtime_checkable
 class Named(Protocol):
-    """Live layer with a name in the model. Ranks compare the names, to detect layers that are in different orders."""
+    """Live layer with a name in the model. Ranks compare the names to detect layers in a different order."""
 
     name: str
 
@@ -134,7 +135,7 @@ class Gathering(Protocol):
     """Live layer that declares whether its dispatch gathers the tokens of all ranks."""
 
     gathers_all: bool
-    """True if the dispatch gathers them. All ranks must then form one token group."""
+    """True if the dispatch gathers the tokens of all ranks, which must then form one token group."""
 
 
 @runtime_checkable

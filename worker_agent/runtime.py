@@ -47,7 +47,7 @@ class Runtime:
         return queue.SimpleQueue()
 
     def datagrams(self, family: int) -> socket.socket:
-        """Open a datagram socket of an address family."""
+        """Open a datagram socket for an address family."""
         return socket.socket(family, socket.SOCK_DGRAM)
 
 

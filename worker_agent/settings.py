@@ -54,7 +54,7 @@ class AgentSettings(BaseSettings):
     tls_cert: Path | None = Field(
         None, description="PEM file of this agent's certificate, if the service requires one"
     )
-    tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    tls_key: Path | None = Field(None, description="PEM file of the private key for tls_cert")
     plaintext_token: bool = Field(
         False, description="send the token in plain text to another host; only for a trusted network"
     )
@@ -63,30 +63,32 @@ class AgentSettings(BaseSettings):
         4,
         ge=1,
         le=1024,
-        description="steps between votes while any rank holds a plan, and for 64 steps after it; at other times, the "
+        description="steps between votes while any rank holds a plan, and for 64 steps afterwards; at other times, the "
         "interval is four times as long",
     )
     vote_timeout_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="longest wait for a ballot, after which the ranks keep serving, and open a new vote link",
+        description="maximum wait for a ballot, after which the ranks keep serving and open a new vote link",
     )
     commit_timeout_seconds: float = Field(
         1.0,
         gt=0,
         le=3600,
-        description="longest wait for all ranks to reach the forward pass at which a layer is committed; the plan is "
-        "then dropped",
+        description="maximum wait for all ranks to reach the forward pass at which a layer is committed, after which "
+        "the plan is dropped",
     )
     peer_timeout_seconds: float = Field(
         600.0,
         gt=0,
         le=86_400,
-        description="longest wait for a rank that may have committed a layer; at least the timeout of the model's own "
-        "collectives",
+        description="maximum wait for a rank that may have committed a layer; use at least the timeout of the model's "
+        "own collectives",
     )
-    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="longest transfer of one layer")
+    transfer_timeout_seconds: float = Field(
+        60.0, gt=0, le=3600, description="time limit for the transfer of one layer"
+    )
     bytes_per_step: int | None = Field(
         None,
         ge=1,
@@ -96,15 +98,15 @@ class AgentSettings(BaseSettings):
         0.25,
         gt=0,
         le=1,
-        description="largest share of the time that a rank's link is busy with a transfer, if bytes_per_step is unset",
+        description="maximum share of time for which a transfer keeps a rank's link busy, if bytes_per_step is unset",
     )
     staging_mib: int = Field(
         512,
         ge=0,
         le=1 << 20,
-        description="MiB of staging for incoming experts, limited to the needs of four layers and reserved at start-up "
-        "on a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit is switched by "
-        "itself and allocates more memory during its transfer",
+        description="MiB of staging for incoming experts, capped at what four layers need and reserved at start-up on "
+        "a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit is switched alone "
+        "and allocates more memory during its transfer",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
@@ -155,7 +157,7 @@ class AgentSettings(BaseSettings):
         "written",
     )
     history: Path | None = Field(
-        None, description="folder in which each rank records votes, switches and heat, as JSON lines"
+        None, description="directory in which each rank records votes, switches and heat, as JSON lines"
     )
 
     @field_validator("service")
@@ -176,7 +178,7 @@ class AgentSettings(BaseSettings):
             raise ValueError(f"expected a host name or an IP address without a port, got {data_host!r}")
         if address is not None and address.is_unspecified:
             raise ValueError(
-                f"{data_host} stands for every address of this host; use the address that other ranks connect to"
+                f"{data_host} is a wildcard address; use the address that other ranks connect to"
             )
         return data_host
 

@@ -157,7 +157,7 @@ class StepwiseSplit:
             )
         if device_type == "npu":
             raise ValueError(
-                f"layer {layer}: splitting by step needs float64 products, which NPUs do not support; "
+                f"layer {layer}: the stepwise split needs float64 products, which NPUs do not support; "
                 "use split='tables'"
             )
 
@@ -178,7 +178,7 @@ class StepwiseSplit:
         counts_E
             Total tokens of each expert on all ranks, integers.
         choices
-            Upper bound on their sum, known to every rank's host.
+            Upper bound on the sum of ``counts_E``, known to the host of every rank.
 
         Returns
         -------

@@ -253,17 +253,17 @@ class _ReplicaSlots:
     expert_M: list[int]
     rank_M: list[int]
     column_M: list[int]
-    """Index of the slot among the replicas of its expert."""
+    """Index of each slot among the replicas of its expert."""
     physical_M: list[int]
 
     @property
     def same_MM(self) -> Float64:
-        """Matrix with 1 for two slots of the same expert, otherwise 0."""
+        """Matrix that is 1 for two slots of the same expert, and 0 otherwise."""
         return np.equal.outer(self.expert_M, self.expert_M).astype(np.float64)
 
     @property
     def first_M(self) -> Float64:
-        """Vector with 1 for the first slot of an expert, otherwise 0."""
+        """Vector that is 1 for the first slot of each expert, and 0 otherwise."""
         return np.equal(self.column_M, 0).astype(np.float64)
 
     @property
@@ -273,7 +273,7 @@ class _ReplicaSlots:
 
     @property
     def of_expert_MH(self) -> Float64:
-        """Matrix with 1 for a slot and its expert, otherwise 0."""
+        """Matrix that is 1 for a slot and the expert that it holds, and 0 otherwise."""
         return np.equal.outer(self.expert_M, self.expert_H).astype(np.float64)
 
     @classmethod

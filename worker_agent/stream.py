@@ -37,7 +37,7 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 10.0
 _INITIAL_SILENCE_SECONDS = 60.0
-"""Time after a logged failure during which a known reason is not logged again. It doubles with each logged failure."""
+"""Minimum time after a logged failure before a known reason is logged again. It doubles with each logged failure."""
 _MAX_REASONS = 8
 """Maximum number of distinct reasons that are logged as soon as they first occur."""
 _WELCOME_SECONDS = 10.0
@@ -46,10 +46,10 @@ _INITIAL_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
 """Maximum number of orders pending for the model's next step."""
 _STALL_SECONDS = 60.0
-"""Minimum length of a stall to report. A healthy stream waits less, even for a welcome or for other ranks' heat."""
+"""Minimum duration of a reported stall. A healthy stream waits less, even for a welcome or for other ranks' heat."""
 
 _MAX_STATUSES = 4096
-"""Maximum number of queued statuses. A plan has few per layer, so the queue is full only after a very long outage."""
+"""Maximum number of queued statuses. A plan causes few per layer, so the queue fills only during a very long outage."""
 _MAX_SKIPPED_BEATS = 4
 """Maximum number of consecutive heartbeats without news that may be skipped."""
 
@@ -211,7 +211,7 @@ class ServiceStream:
     Parameters
     ----------
     settings
-        Settings of the agent.
+        The agent's settings.
     identity
         This rank's identity within the deployment.
     outbox
@@ -282,7 +282,9 @@ class ServiceStream:
         if (stall > _STALL_SECONDS) != self._stalled:
             self._stalled = not self._stalled
             change = (
-                f"has been stalled for {stall:.0f} s and sends no heat" if self._stalled else "has resumed"
+                f"has been stalled for {stall:.0f} s and is not sending heat"
+                if self._stalled
+                else "has resumed"
             )
             _log.warning("rank %d: the control stream %s", self._identity.rank, change)
 
@@ -347,7 +349,7 @@ class ServiceStream:
             yield from in_parts(message)
 
     def _messages(self, ended: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Yield the hello, heartbeats and queued items. A long queue does not hold up heartbeats that carry news."""
+        """Yield the hello, heartbeats and queued items. A long queue does not delay heartbeats that carry news."""
         # The switch learns of a new term only at the model's next step, which may be a long time away.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))

@@ -123,7 +123,7 @@ def test_layers_that_gather_from_all_ranks_require_one_token_group() -> None:
     [
         (200, None),
         (100, "has not grown in 100 calls"),
-        (3, "has gone back from 100 to 3; the ranks cannot switch layers until it exceeds 100"),
+        (3, "has decreased from 100 to 3; the ranks cannot switch layers until it exceeds 100"),
     ],
 )
 def test_a_counter_that_stalls_or_restarts_is_reported(counted, complaint) -> None:

@@ -14,8 +14,8 @@ from worker_agent.settings import AgentSettings
         ("", "without a port, got ''"),
         ("10.0.0.7:29500", "expected a host name or an IP address without a port, got '10.0.0.7:29500'"),
         ("http://worker-1", "without a port, got 'http://worker-1'"),
-        ("0.0.0.0", "stands for every address of this host; use the address that other ranks connect to"),
-        ("::", "stands for every address"),
+        ("0.0.0.0", "is a wildcard address; use the address that other ranks connect to"),
+        ("::", "is a wildcard address"),
     ],
 )
 def test_a_data_host_that_no_rank_can_connect_to_is_rejected(

@@ -183,7 +183,7 @@ def test_a_call_off_is_queued_after_its_plan() -> None:
             "rank 0 slot 0 gets its weights from slot 0, which does not hold its expert in layer 0",
         ),
         (0, (0, 0, 0), (0, 0, 0), False, "does not match the digest of token group 0"),
-        (0, (0, 1, 1), (0, 1, 2), False, "a digest for each of the 1 token groups of several ranks, got 0"),
+        (0, (0, 1, 1), (0, 1, 2), False, "a digest for each of the 1 token groups with several ranks, got 0"),
         (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay"),
     ],
 )

@@ -155,11 +155,11 @@ OF_THE_MODEL = {
     "recording of expert maps",  # covers both spellings
     "all-gather dispatch with redundant experts",  # raised while serving if an earlier choice differed
     "all-gather dispatch on a device that was not expected to use it",
-    "dynamic_eplb on a model without MoE layers that it balances",
+    "dynamic_eplb on a model without MoE layers that vLLM-Ascend balances",
     "MoE layers whose dispatch changed after the model was loaded",
     "a router that picks different replicas for the same tokens",
     "a quantised expert whose tensors vLLM-Ascend replaces during serving",
-    ", whose experts have other NPU formats than those of rank 0",
+    ", whose experts' NPU formats differ from those of rank 0",
     " with experts in NPU formats ",
     "MoE layers of ",
 }

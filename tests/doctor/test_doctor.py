@@ -126,8 +126,8 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
 @pytest.mark.parametrize(
     ("broken", "name", "text"),
     [
-        (variables(VLLM_PLUGINS="other"), "plugin", "VLLM_PLUGINS=other leaves eplb_agent out"),
-        (variables(VLLM_PLUGINS=""), "plugin", "leaves eplb_agent out"),
+        (variables(VLLM_PLUGINS="other"), "plugin", "VLLM_PLUGINS=other omits eplb_agent"),
+        (variables(VLLM_PLUGINS=""), "plugin", "omits eplb_agent"),
         (agent_not_installed, "plugin", "no entry point eplb_agent is installed"),
         (variables(EPLB_AGENT_DEPLOYMNT="a"), "variables", "no effect; did you mean EPLB_AGENT_DEPLOYMENT?"),
         (service_not_set, "service", "an installed agent does nothing"),
@@ -209,7 +209,7 @@ def test_options_that_leave_nothing_to_transfer_are_rejected(arguments, text, ca
 def test_a_device_type_that_torch_does_not_see_is_reported(installed, capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--device", "npu", "--json"])
-    assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch sees no npu here")
+    assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch finds no npu here")
 
 
 def test_a_rank_that_exits_without_findings_is_reported():
@@ -248,7 +248,7 @@ def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, 
     [
         (2, ("rendezvous", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
         (1, ("devices", OK, "2 ranks on 1 cuda"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
-        (0, ("devices", FAILED, "torch sees no cuda"), []),
+        (0, ("devices", FAILED, "torch finds no cuda"), []),
     ],
     ids=["one device per rank", "one shared device", "no device"],
 )

@@ -105,7 +105,7 @@ def test_every_rank_refuses_formats_that_differ_between_ranks(monkeypatch, their
         check_same_formats([layer], None)
         return
     with pytest.raises(
-        UnsupportedEngineError, match=r"rank 1, whose experts have other NPU formats .* same weight_nz_mode"
+        UnsupportedEngineError, match=r"rank 1, whose experts' NPU formats differ .* same weight_nz_mode"
     ):
         check_same_formats([layer], None)
 
@@ -122,7 +122,9 @@ def test_quantisations_that_the_older_balancer_does_not_move_are_refused():
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
     assert len(expert_weights(layer, quantised=True, move_quantised=True)) == len(names)
-    with pytest.raises(UnsupportedEngineError, match=r"vLLM-Ascend 0\.18 moves only experts of NONE, W8A8"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"0\.18 moves only experts with quantisation NONE, W8A8"
+    ):
         expert_weights(layer, quantised=True, release="0.18", move_quantised=True)
 
 

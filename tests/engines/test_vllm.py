@@ -327,7 +327,7 @@ def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
             if f" {level} " in line:
                 lines.append(line)
     infos, warnings = ("\n".join(lines) for lines in by_level.values())
-    assert infos.count("eplb-agent balances 3 MoE layers of 8 experts over 2 ranks of 6 slots") == 1
+    assert infos.count("eplb-agent balances 3 MoE layers of 8 experts over 2 ranks with 6 slots") == 1
     ignored = [line for line in by_level["WARNING"] if "settings of vLLM's own balancer are ignored" in line]
     assert [line.partition("--help): ")[2] for line in ignored] == ["use_async=False"]
     assert warnings.count("no control stream to 127.0.0.1:1") >= 2

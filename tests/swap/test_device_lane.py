@@ -239,6 +239,6 @@ def test_a_peer_with_a_different_size_is_rejected_before_device_work_is_queued()
     host = FakeHost(log)
     host.sends = 5
     lane = _DeviceLane(FakeGroup(log), host, lambda: FakeMark(log, lambda: True))
-    with pytest.raises(ValueError, match="expected 4 bytes from rank 1, which sends 5"):
+    with pytest.raises(ValueError, match="expected 4 bytes from rank 1, but it announced 5"):
         lane.exchange([_parcel(2)], [_parcel(1)], Deadline(5))
     assert log == ["meet 1", "meet 2"]

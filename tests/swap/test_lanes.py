@@ -110,9 +110,9 @@ def _mismatched_sizes() -> tuple[str, float]:
 def test_experts_of_different_sizes_raise_an_error_on_both_ranks() -> None:
     (first, _), (second, _) = run_ranks(2, _mismatched_sizes)
     assert first.startswith(
-        "expected 64 bytes from rank 1, which sends 96: the experts of the two ranks differ in dtype or shape"
+        "expected 64 bytes from rank 1, but it announced 96: the experts of the two ranks differ in dtype or shape"
     )
-    assert second.startswith("expected 96 bytes from rank 0, which sends 64")
+    assert second.startswith("expected 96 bytes from rank 0, but it announced 64")
 
 
 def _late() -> float:

@@ -147,6 +147,6 @@ def test_links_open_with_a_warning_if_the_kernel_rejects_the_filter(monkeypatch,
     monkeypatch.setattr("worker_agent.swap.link_guard._SO_ATTACH_FILTER", 9999)
     assert len(_opened(joined(2), "vote")) == 2
     assert (
-        "gloo accepts connections from any host that reaches its ports: the kernel rejects the filter"
+        "gloo accepts connections from any host that reaches its ports: the kernel rejected the filter"
         in caplog.text
     )

@@ -25,7 +25,7 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
         (NEW.with_pause("the host sleeps"), PLAN, "paused on this rank: the host sleeps"),
         (replace(NEW, halted="no memory"), PLAN, "this rank has halted: no memory"),
         (NEW.lose_votes("a link broke")[0], PLAN, "the ranks are not voting: a link broke"),
-        (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still under way"),
+        (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still in progress"),
         (replace(NEW, transfer_runs=True), PLAN, "still running"),
         (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, but this rank serves epoch 0"),
         (
@@ -178,5 +178,5 @@ def test_an_outcome_summarises_its_ballots(ballots: list[Ballot]) -> None:
 
 
 def test_a_ballot_of_the_wrong_width_is_rejected() -> None:
-    with pytest.raises(ValueError, match="a ballot has 10 integers, got 2"):
+    with pytest.raises(ValueError, match="expected a ballot of 10 integers, got 2"):
         VoteOutcome.decode([1, 2])

@@ -31,7 +31,7 @@ def test_keys_of_one_rank_are_read_by_its_peers() -> None:
     assert second.store.check(["key"])
     assert not second.store.check(["no key"])
     assert first.peers.address[0] == "127.0.0.1", "bound to the configured address"
-    with pytest.raises(TimeoutError, match="no rank has set no key within"):
+    with pytest.raises(TimeoutError, match="no rank set no key within"):
         second.store.wait(["no key"], timedelta(seconds=0.1))
 
 
@@ -274,7 +274,7 @@ def test_a_rank_waits_for_a_slow_install_on_its_peers() -> None:
 def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
     first, second, _ = joined(3, patience=0.2)
     second.installed_vote = 4
-    with pytest.raises(FatalSwitchError, match=r"ranks \[2\] have not installed within 0.2 s"):
+    with pytest.raises(FatalSwitchError, match=r"ranks \[2\] did not install within 0.2 s"):
         first.wait_for_installs(4)
 
 

@@ -1,4 +1,4 @@
-"""Startup tests that check that experts still compute the same outputs after changing slots."""
+"""Startup checks that experts still compute the same outputs after changing slots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def move_and_back(layer: LiveLayer) -> None:
 
 @torch.no_grad()
 def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str | None:
-    """Exchange the layer's experts between its slots, compare the outputs for the same tokens, and exchange them back.
+    """Exchange the layer's experts between its slots, compare outputs for the same tokens, and undo the exchange.
 
     This detects values that a kernel keeps in its own memory, which ``refuse_unmoved`` cannot find.
 

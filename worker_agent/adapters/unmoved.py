@@ -188,7 +188,7 @@ class _Examiner:
         return any(first <= start and end <= last for first, last in self._intervals)
 
     def _stays(self, item: ReachableValue) -> bool:
-        """Return True if a tensor has values per expert that neither move nor are the same for all experts."""
+        """Return True if a tensor has per-expert values that neither move nor are the same for all experts."""
         tensor = _as_tensor(item.value)
         name = item.name
         if (
@@ -244,7 +244,7 @@ class _Examiner:
         return False
 
     def _group_stays(self, group: str, members: Mapping[int, Any]) -> bool:
-        """Return True if a group has a value per expert that neither moves nor is the same for all experts."""
+        """Return True if a group has per-expert values that neither move nor are the same for all experts."""
         if len(members) != self._slots or any(name in group for name in self._exempt_names):
             return False
         values = [members[number] for number in sorted(members)]

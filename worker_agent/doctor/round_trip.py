@@ -166,7 +166,7 @@ def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
 
 
 def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes: int) -> list[Finding]:
-    """Start the agent on all ranks of ``group`` and make the round trip (collective).
+    """Start the agent on all ranks of ``group`` and perform the round trip (collective).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Settles votes whose outcome reached only some ranks, by cooperative termination of the two-phase commit.
+"""Settles votes whose outcome reached only some ranks, with the cooperative termination protocol of two-phase commit.
 
 If a link fails during a vote that would commit a layer, one rank may receive the outcome and another only an error. If
 both kept serving, tokens could be routed to the wrong weights. A rank without the outcome therefore asks its peers
@@ -165,7 +165,7 @@ class CommitRegister:
             try:
                 answers = self._peers.ask([peer], b"d%d" % vote, _ROUND_SECONDS / len(waiting))
             except PeerGoneError:
-                # The model cannot serve another token without that rank, so the peers are not bound by its result.
+                # The model cannot serve another token without the peer, so its verdict binds no other rank.
                 yield peer, Verdict.IN_DOUBT
                 continue
             if peer in answers:

@@ -98,7 +98,7 @@ class SwitchDriver:
     layers
         This rank's live layers.
     settings
-        Settings of the agent.
+        The agent's settings.
     rendezvous
         The group, its links and the initial layout.
     clock
@@ -117,7 +117,7 @@ class SwitchDriver:
     stats
         Totals since the agent started.
     budget
-        Byte budget of the transfers.
+        Byte budget for transfers.
     votes
         Schedule of the votes.
     transfers
@@ -220,7 +220,7 @@ class SwitchDriver:
         if reformation is not None:
             self.state = self.state.reformed(reformation.generation, reformation.lane)
             _log.info(
-                "rank %d: the ranks will vote again from forward pass %d",
+                "rank %d: voting resumes at forward pass %d",
                 self._identity.rank,
                 reformation.start,
             )
@@ -396,7 +396,7 @@ class SwitchDriver:
         except BaseException as error:
             if not may_commit:
                 raise
-            reason = f"this rank could not follow a vote that may have committed a layer: {error!r}"
+            reason = f"this rank could not apply a vote that may have committed a layer: {error!r}"
             if not isinstance(error, Exception):
                 # Re-raise an interrupt unchanged. Even if the host survives it, neither this rank nor its peers may
                 # keep serving.

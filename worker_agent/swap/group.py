@@ -40,7 +40,7 @@ class AgentGroup:
     Parameters
     ----------
     peers
-        This rank's socket.
+        This rank's connection to its peers.
     secret
         Secret shared by all members.
     rank
@@ -220,7 +220,7 @@ class AgentGroup:
                     waiting.discard(peer)
             if waiting and self.peers.runtime.now() > end:
                 raise FatalSwitchError(
-                    f"vote {vote} committed layers that ranks {sorted(waiting)} have not installed within "
+                    f"vote {vote} committed layers that ranks {sorted(waiting)} did not install within "
                     f"{self._patience:g} s"
                 )
             if waiting and self.failure is None:

@@ -130,7 +130,7 @@ class _HostLane:
         return seconds_at_start - deadline.remaining()
 
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
-        """Exchange announcements with all peers in an exchange, and check the sending peers' announcements.
+        """Exchange announcements with all peers that take part, and check those of the sending peers.
 
         Without this check, gloo would end the process if sizes differed, and a device would wait forever for bytes that
         its peer never sends. Raises ``ValueError`` if a peer announces pieces that do not match ``incoming``.
@@ -194,8 +194,8 @@ def check_announced(peer: int, announcement_2: torch.Tensor, expected: Sequence[
     expected_2 = _announcement(expected).tolist()
     if announcement_2.tolist() != expected_2:
         raise ValueError(
-            f"expected {expected_2[0]} bytes from rank {peer}, which sends {int(announcement_2[0])}: the experts of "
-            "the two ranks differ in dtype or shape, or the ranks run different releases of the agent"
+            f"expected {expected_2[0]} bytes from rank {peer}, but it announced {int(announcement_2[0])}: the "
+            "experts of the two ranks differ in dtype or shape, or the ranks run different releases of the agent"
         )
 
 
@@ -350,7 +350,7 @@ class _NcclGroup:
 
     def abort(self) -> bool:
         """See ``_DeviceGroup``. NCCL's kernels poll an abort flag, so they stop."""
-        abort = getattr(self._group, "abort", None) or self._group._shutdown  # The latter before torch 2.6.
+        abort = getattr(self._group, "abort", None) or self._group._shutdown  # ``abort`` is new in torch 2.6.
         abort()
         return True
 
@@ -443,7 +443,7 @@ def choose_backend(requested: TransferBackend, device_type: str) -> str:
     Parameters
     ----------
     requested
-        The setting ``transfer_backend``.
+        The ``transfer_backend`` setting.
     device_type
         Type of the device that holds the experts, such as ``cuda``.
 

@@ -109,7 +109,7 @@ def _attach(listening: socket.socket, program: list[_Instruction]) -> None:
     try:
         listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, sock_fprog)
     except OSError as error:
-        _warn_once(f"the kernel rejects the filter: {error}")
+        _warn_once(f"the kernel rejected the filter: {error}")
 
 
 def _listening_at_addresses_in(value: bytes) -> Iterator[socket.socket]:

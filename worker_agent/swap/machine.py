@@ -157,7 +157,7 @@ class VoteOutcome:
     def decode(cls, reduced: Sequence[int]) -> VoteOutcome:
         """Decode reduced integers. Raises ``ValueError`` if they do not encode a reduced ballot."""
         if len(reduced) != BALLOT_WIDTH:
-            raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
+            raise ValueError(f"expected a ballot of {BALLOT_WIDTH} integers, got {len(reduced)}")
         progress, plan_low, installed_low, forward_low = reduced[:4]
         _, plan_high, installed_high, forward_high, abort, called_off = reduced[4:]
         return cls(
@@ -182,7 +182,7 @@ class VoteOutcome:
         return cls(Progress.IDLE, 0, 0, installed_agree=True, abort=False)
 
     def with_abort(self) -> VoteOutcome:
-        """Return this outcome with an added vote to abort."""
+        """Return this outcome as if a rank had also voted to abort."""
         return replace(self, abort=True)
 
     def unconfirmed(self) -> VoteOutcome:
@@ -499,7 +499,7 @@ class SwitchState:
                 f"leader term {plan.leader_term} is older than {self.highest_term}, the newest on this rank"
             )
         if self.plan is not None:
-            return f"plan {self.plan.plan_id} is still under way; this rank now votes to abort it"
+            return f"plan {self.plan.plan_id} is still in progress; this rank now votes to abort it"
         if self.transfer_runs:
             return "the transfer of an aborted plan is still running"
         if plan.base_epoch != self.installed.epoch:

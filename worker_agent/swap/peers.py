@@ -39,7 +39,7 @@ _MAX_VALUES = 4096
 """Maximum number of values in a store. A lane needs one or two values per pair of ranks."""
 _MAX_HOSTS = 4096
 _MAX_PORTS = 64
-"""Maximum number of ports to try until one is free for both datagrams and links."""
+"""Maximum number of ports to try when looking for one that is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
@@ -51,7 +51,7 @@ class PeerGoneError(ConnectionError):
 
 
 class Peers:
-    """Datagram socket and presence links of one rank. It asks its peers, and answers them on a separate thread.
+    """Datagram socket and presence links of one rank. A separate thread answers the peers' questions.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ class Peers:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError) and self._is_gone(rank):
                 raise PeerGoneError(
-                    f"rank {rank} has exited: nothing listens at {client.getpeername()[:2]} any more"
+                    f"rank {rank} has exited: nothing is listening on {client.getpeername()[:2]} any more"
                 ) from error
             self.runtime.sleep(max(0.0, seconds - (self.runtime.now() - began)))
         self._silent.add(rank)
@@ -389,7 +389,7 @@ class PeerStore(dist.Store):
         end = self._peers.runtime.now() + timeout.total_seconds()
         while (value := self._look_up(key)) is None:
             if self._peers.runtime.now() > end:
-                raise TimeoutError(f"no rank has set {key} within {timeout.total_seconds():g} s")
+                raise TimeoutError(f"no rank set {key} within {timeout.total_seconds():g} s")
         return value
 
     def _look_up(self, key: str) -> bytes | None:

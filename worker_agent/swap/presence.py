@@ -103,7 +103,7 @@ class _Link:
 
 
 class PresenceLinks:
-    """Links to all peers, one per peer, all run by a single separate thread.
+    """One link to each peer. A separate thread serves all of them.
 
     The higher-numbered rank calls the lower-numbered one, and calls again whenever their link is lost. The kernel
     admits only the formation's hosts to the listening socket.
@@ -111,7 +111,7 @@ class PresenceLinks:
     Parameters
     ----------
     listening
-        Listening socket for calls from higher ranks.
+        Listening socket for calls from higher-numbered ranks.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -353,7 +353,7 @@ class PresenceLinks:
             (link.peer,) = struct.unpack("!I", message[:_RANK_BYTES])
             if not self._rank < link.peer < len(self._addresses):
                 raise ConnectionError(
-                    f"unexpected call from rank {link.peer}: only higher ranks of the group call"
+                    f"unexpected call from rank {link.peer}: only higher-numbered ranks call"
                 )
             link.outbox += link.nonce + self._proof_for(self._rank, link.peer, message[_RANK_BYTES:])
             link.stage = _Stage.PROOF

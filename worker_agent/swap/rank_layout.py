@@ -239,7 +239,7 @@ def _check_shared_table(layer: RankLayer, identity: Identity) -> None:
     label = f"layer {layer.layer} log2phy"
     if len(layer.log2phy_digests) != len(groups):
         raise WireError(
-            f"{label}: expected a digest for each of the {len(groups)} token groups of several ranks, got "
+            f"{label}: expected a digest for each of the {len(groups)} token groups with several ranks, got "
             f"{len(layer.log2phy_digests)}"
         )
     if group in groups and table_digest(layer.log2phy_E) != layer.log2phy_digests[groups.index(group)]:

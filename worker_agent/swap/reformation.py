@@ -186,8 +186,8 @@ class Reformation:
     def _wait_for_attempt(self, shortest: float) -> bool:
         """Wait before the next attempt. Return True if this rank is closing.
 
-        Once another rank makes an attempt, the wait is shortened to ``shortest`` seconds. Otherwise, ranks with long
-        waits might never meet, because each would give up its attempt before the next rank begins.
+        Once another rank makes an attempt, the wait is shortened to ``shortest`` seconds. Without this, ranks with
+        long waits might never meet, because each would give up its attempt before the next rank begins.
         """
         start = self._runtime.now()
         longest = max(self._backoff, shortest)

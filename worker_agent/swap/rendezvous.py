@@ -162,7 +162,7 @@ def _placement_of(facts: Sequence[_Facts]) -> Placement:
         slots_LRS = np.stack([fact.slots_LS for fact in facts], axis=1)
         placement = Placement(slots_LRS, facts[0].shape.experts)
     except PlacementError as error:
-        raise RendezvousError(f"the experts of all ranks form no valid placement: {error}") from error
+        raise RendezvousError(f"the experts of all ranks do not form a valid placement: {error}") from error
     difference = differing_replicas(slots_LRS, [fact.fingerprints_LS for fact in facts])
     if difference is not None:
         raise RendezvousError(difference)
@@ -336,21 +336,21 @@ def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
     index
         Index of the layer, for error messages.
     weight
-        One kind of weight of all local slots.
+        One kind of weight for all local slots.
     slots
         Number of local slots.
     """
     if isinstance(weight, torch.Tensor):
         if weight.shape[0] != slots or not weight.is_contiguous():
             raise ValueError(
-                f"layer {index}: expert weights must be contiguous, with the {slots} slots as first dimension; "
+                f"layer {index}: expert weights must be contiguous, with the {slots} slots as the first dimension; "
                 f"got shape {list(weight.shape)}, strides {list(weight.stride())}"
             )
         return
     kinds = {(expert.dtype, tuple(expert.shape), expert.is_contiguous()) for expert in weight}
     if len(weight) != slots or len(kinds) != 1 or not weight[0].is_contiguous():
         raise ValueError(
-            f"layer {index}: a list of expert weights must have {slots} contiguous tensors of one shape and dtype, "
+            f"layer {index}: a list of expert weights must have {slots} contiguous tensors of equal shape and dtype, "
             f"got {len(weight)} of {sorted(map(str, kinds))}"
         )
 
@@ -386,7 +386,7 @@ def _check_facts(received: Sequence[_Facts | str]) -> list[_Facts]:
         if fact.shares_tokens and len(facts) > 1 and members[fact.token_group] == 1:
             raise RendezvousError(
                 f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but its token group has no "
-                "other rank; start the agent with token_group, a number equal on all ranks that see the same tokens"
+                "other rank; start the agent with a token_group that is the same on all ranks that see the same tokens"
             )
         if fact.gathers_all and len(members) > 1:
             raise RendezvousError(

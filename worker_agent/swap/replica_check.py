@@ -25,7 +25,7 @@ from worker_agent.swap.peers import PeerGoneError, Peers
 from worker_agent.swap.rank_layout import RankLayout
 
 _REST_SECONDS = 1.0
-"""Minimum pause between reading two experts."""
+"""Minimum pause between the reads of two experts."""
 _REST_PER_SECOND = 100.0
 """Pause after reading an expert, as a multiple of the read time. It limits the check to about one percent of a core."""
 _ANSWER_SECONDS = 0.2

@@ -19,7 +19,7 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
 _ROUND_BOUNDARIES = 256
-"""Number of step boundaries in which all layers' tables are compared once. Models with more layers take longer."""
+"""Number of step boundaries within which each layer's tables are compared once. More layers than this take longer."""
 
 
 class _Snapshot(NamedTuple):

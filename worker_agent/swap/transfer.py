@@ -488,7 +488,10 @@ class _ExpertExchanger:
     def _batches(
         self, leaving: Sequence[Parcel], arriving: Sequence[Parcel]
     ) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
-        """Split pieces into batches within the budget. A layer's experts have equal sizes, so both ends split alike."""
+        """Split pieces into batches within the budget.
+
+        A layer's experts have equal sizes, so both ends split them into the same batches.
+        """
         batch: tuple[list[Parcel], list[Parcel]] = ([], [])
         batch_size = 0
         for pair in zip_longest(leaving, arriving):

@@ -48,7 +48,7 @@ class Voter:
     link
         Link to vote over.
     settings
-        Settings of the agent.
+        The agent's settings.
     register
         Register that settles a vote that may commit a layer if some ranks do not have its outcome.
     history
@@ -108,8 +108,8 @@ class Voter:
         return self._ballot is not None and self._ballot.commits
 
     def cast(self, ballot: Ballot) -> None:
-        """Send this rank's ballot, to be counted a few forward passes later. Raises ``VoteError`` on a broken link."""
-        assert not self.under_way, "a vote is already under way"
+        """Send this rank's ballot, to be counted a few forward passes later. Raises ``VoteError`` if the link fails."""
+        assert not self.under_way, "a vote is already in progress"
         self._ballot = ballot
         self.number += 1
         self.due = ballot.forward + self._lag
@@ -168,7 +168,7 @@ class Voter:
     def all_have_installed(self, done: bool) -> bool:
         """Exchange install results with all ranks, and return False if any rank failed to install the part.
 
-        A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` on a broken link.
+        A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` if the link fails.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class VoteSchedule:
     rendezvous
         The group and its first vote link.
     settings
-        Settings of the agent.
+        The agent's settings.
     clock
         Counter of forward passes.
     history

@@ -86,7 +86,7 @@ class Reduction:
             raise VoteError(f"{self._label}: {error}") from error
         reduced: list[int] = self._tensor.tolist()
         if reduced[:_HEADER] != self._header:
-            raise VoteError(f"{self._label}: the ranks are at different collectives or at different votes")
+            raise VoteError(f"{self._label}: the ranks are in different collectives or votes")
         return reduced[_HEADER : _HEADER + self._size]
 
     @property

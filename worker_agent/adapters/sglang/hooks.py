@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def _host_of(runner: Any) -> SglangHost | None:
-    """Return the host of a runner's model, or ``None`` for draft models and if EPLB is off."""
+    """Return the host of a runner's model, or ``None`` if it is a draft model or EPLB is off."""
     manager = getattr(runner, "eplb_manager", None)
     return manager if isinstance(manager, SglangHost) else None
 
@@ -61,8 +61,8 @@ def _make_host(original: _Call, runner: Any) -> None:
     # If SGLang cannot apply a hook, it only logs the failure.
     if missing := {*AROUND, *AFTER} - HookRegistry._patched:
         raise UnsupportedEngineError(
-            f"SGLang did not apply the hooks on {', '.join(sorted(missing))}",
-            "With only some of the hooks, the agent could not keep up with SGLang's changes",
+            f"SGLang did not apply the agent's hooks to {', '.join(sorted(missing))}",
+            "With only some of the hooks, the agent would miss changes that SGLang makes",
             "See SGLang's log for 'Failed to apply hooks'",
         )
     options = SglangOptions.of_this_process()

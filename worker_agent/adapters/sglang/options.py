@@ -123,8 +123,8 @@ class SglangOptions:
             (
                 self.replicas > 1,
                 f"data-parallel replicas in one server (--dp-size {self.replicas})",
-                "Each has its own experts and needs its own deployment, but all have the same deployment name",
-                "Start one server for each, with a different EPLB_AGENT_DEPLOYMENT",
+                "Each replica has its own experts and needs its own deployment, but all have the same deployment name",
+                "Start one server for each replica, with a different EPLB_AGENT_DEPLOYMENT",
             ),
             (
                 self.expert_parallel != self.tensor_parallel,

@@ -153,8 +153,9 @@ def _watch_loading() -> None:
             return result
         if _host_of(self) is None:
             log.warning(
-                "%s is NOT balanced: this vLLM has no EPLB for its class. Serve it without --enable-eplb and without "
-                "EPLB_AGENT_SERVICE, or serve another model; docs/research/models.md lists models that can be balanced",
+                "%s is NOT balanced: this vLLM release does not support EPLB for this model class. Serve it without "
+                "--enable-eplb and without EPLB_AGENT_SERVICE, or serve a different model; docs/research/models.md "
+                "lists models that can be balanced",
                 type(self.model_runner.get_model()).__name__,
             )
         else:

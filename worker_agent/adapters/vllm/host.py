@@ -142,8 +142,8 @@ class VllmHost(EngineHost):
         limits = [getattr(state, "num_unpadded_tokens_tensors", None) for state in states]
         if not all(limits):
             log.warning(
-                "with the naive dispatcher, this vLLM counts only rank 0's tokens, so experts are balanced for that "
-                "rank only: choose another all2all backend"
+                "with the naive dispatcher, this vLLM release counts only rank 0's tokens, so experts are balanced "
+                "for that rank only: choose a different all2all backend"
             )
             return False
         for state, tensors in zip(states, limits, strict=True):
@@ -157,7 +157,7 @@ class VllmHost(EngineHost):
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def set_warming_up(self, warms_up: bool) -> None:
-        """Start or stop recording steps as dummy steps. Steps are dummy steps during the engine's warm-up."""
+        """Start or stop recording steps as dummy steps. All steps of the engine's warm-up are dummy steps."""
         self._warms_up = warms_up
 
     def _max_replicas(self) -> int:

@@ -148,7 +148,7 @@ class _HostHeat:
                     self._redundant,
                     "all-gather dispatch with redundant experts",
                     "vLLM-Ascend then looks up physical experts in a map of logical experts",
-                    "Set num_redundant_experts to 0, or keep batches within the capacity of MC2",
+                    "Set num_redundant_experts to 0, or keep batches within MC2's capacity",
                 ),
                 (
                     not self._shares_tokens,
@@ -209,7 +209,7 @@ class AscendHost(EngineHost):
         group = get_ep_group()
         if not layers:
             raise UnsupportedEngineError(
-                "dynamic_eplb on a model without MoE layers that it balances",
+                "dynamic_eplb on a model without MoE layers that vLLM-Ascend balances",
                 "There is nothing to balance",
                 "Turn dynamic_eplb off",
             )

@@ -57,7 +57,7 @@ def _refuse_ascend_settings(eplb_config: Any) -> None:
                 bool(getattr(config, "mix_placement", False)),
                 "mix_placement",
                 "It places shared experts among the routed ones",
-                "Turn it off",
+                "Turn mix_placement off",
             ),
             (
                 get_ascend_device_type().name == "_310P",
@@ -92,8 +92,8 @@ def _refuse_vllm_settings(vllm_config: Any) -> None:
 def refuse_gathering(vllm_config: Any, redundant: int) -> None:
     """Refuse redundant experts if vLLM-Ascend would choose all-gather dispatch for its largest step.
 
-    The check runs before the model is loaded, because vLLM-Ascend itself would fail only in its profile run. Release
-    0.18 has no such choice.
+    The check runs before the model is loaded, because vLLM-Ascend itself would fail only in its profile run. The
+    check is skipped if vLLM-Ascend has no function for this choice.
 
     Parameters
     ----------
@@ -116,8 +116,9 @@ def refuse_gathering(vllm_config: Any, redundant: int) -> None:
                 method is not None and method.name == "ALLGATHER",
                 f"all-gather dispatch of steps of up to {tokens} tokens with {redundant} redundant experts",
                 "vLLM-Ascend then looks up physical experts in a map of logical experts",
-                "On A2 use at least 16 ranks with at most 24 experts each, set --max-num-batched-tokens to at most 512 "
-                "for each tensor-parallel rank, and enable_prefill_mc2 in --additional-config; or set "
+                "On A2, use at least 16 ranks with at most 24 experts each, and keep --max-num-batched-tokens within "
+                "MC2's capacity: 512 for each tensor-parallel rank with enable_prefill_mc2 in --additional-config, or "
+                "the largest captured graph in release 0.18, which ignores enable_prefill_mc2; or set "
                 "num_redundant_experts to 0",
             )
         ]

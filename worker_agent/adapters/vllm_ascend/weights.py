@@ -18,7 +18,7 @@ _FLOAT = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _FLOAT, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
-"""Names of an expert's weights in 0.23 without fused MC2, by vLLM-Ascend's quantisation type, as in its own table."""
+"""Names of an expert's weights in 0.23 without fused MC2, by quantisation type, as in vLLM-Ascend's own table."""
 _NAMES_018 = {"NONE": _FLOAT, "W8A8": _W8A8}
 
 _NO_EXPERTS = frozenset(
@@ -59,7 +59,7 @@ def expert_weights(
     if kind not in names_by_kind:
         raise UnsupportedEngineError(
             f"quantisation {kind} of MoE layers",
-            f"vLLM-Ascend {release} moves only experts of {', '.join(sorted(names_by_kind))}",
+            f"vLLM-Ascend {release} moves only experts with quantisation {', '.join(sorted(names_by_kind))}",
             "Choose another quantisation",
         )
     if kind != "NONE" and not move_quantised:
@@ -99,9 +99,9 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
     differing = [rank for rank, remote in enumerate(gathered) if remote != gathered[0]]
     if differing:
         raise UnsupportedEngineError(
-            f"rank {differing[0]}, whose experts have other NPU formats than those of rank 0",
+            f"rank {differing[0]}, whose experts' NPU formats differ from those of rank 0",
             "A rank would read the bytes of another rank's expert in the wrong format",
-            "Start all ranks with the same weight_nz_mode",
+            "Start all ranks with the same weight_nz_mode (VLLM_ASCEND_ENABLE_NZ in release 0.18)",
         )
 
 
@@ -121,7 +121,7 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
             raise UnsupportedEngineError(
                 f"{name} of all experts as one tensor in NPU format {npu_format} (29 is NZ)",
                 "Its experts are not separate pieces of memory that can be sent and written",
-                "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ) to 0 or 1",
+                "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ in release 0.18) to 0 or 1",
             )
         return
     formats = sorted({format_of(tensor) for tensor in weight})
