@@ -1,7 +1,7 @@
-"""Timing of this machine's expert kernel over a grid of busy slots and tokens, to which a cost curve is fitted.
+"""Time this machine's expert kernel over a grid of busy slots and tokens. ``eplb calibrate`` fits a cost curve to it.
 
-``python -m eplb_lab.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement. The command ``eplb
-calibrate`` starts it. Run it before serving and never at the same time.
+``python -m eplb_lab.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement. ``eplb calibrate``
+starts it. Run it before serving, never while serving.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class _Task:
-    """Task of one calibration. The names of the fields are its JSON keys.
+    """Settings of one calibration run. The field names are the JSON keys.
 
     Parameters
     ----------
     hidden
         H, the width of the tokens.
     inter
-        Width between an expert's two matrix products.
+        I, the intermediate width of an expert.
     slots
         S, the number of slots.
     tokens
@@ -57,9 +57,9 @@ class _Task:
 
 
 def _measure(task: _Task) -> Iterator[dict[str, float]]:
-    """Time the experts on the grid, and yield the shortest time of each cell.
+    """Time the experts on the grid, and yield the shortest time for each cell.
 
-    Each slot has its own weights, so that none is read from a cache by chance. Each round times every cell
+    Each slot has its own weights, so that no weights happen to be cached. Each round times every cell
     once, so that a slowdown of the machine affects all cells equally.
     """
     if task.dtype not in _DTYPES:
@@ -94,7 +94,7 @@ def _busy_slots(slots: int) -> tuple[int, ...]:
 
 
 class _Call:
-    """Repeatable call of the kernel with the same tokens.
+    """A kernel call that can be repeated with the same tokens.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class _Call:
     weights
         Weights of all slots.
     busy
-        Number of busy slots, which are the last ones of the rank.
+        Number of busy slots. They are the rank's last slots.
     tokens
         Tokens per busy slot.
     """
@@ -128,13 +128,13 @@ class _Call:
         return (time.perf_counter() - began) * 1e6
 
     def _wait(self) -> None:
-        # Devices other than the CPU only queue a call.
+        # On devices other than the CPU, a call only enqueues the work.
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize(self._device)
 
 
 def _weights(task: _Task) -> ExpertWeights:
-    """Return random weights of all slots."""
+    """Return random weights for all slots."""
     dtype = _DTYPES[task.dtype]
     w13_SIH = torch.empty(task.slots, 2 * task.inter, task.hidden, dtype=dtype, device=task.device)
     w2_SHI = torch.empty(task.slots, task.hidden, task.inter, dtype=dtype, device=task.device)
@@ -148,7 +148,7 @@ def main() -> int:
         for cell in _measure(task):
             print(json.dumps(cell), flush=True)
     except (ValueError, RuntimeError, AssertionError, MemoryError) as error:
-        # For example, torch does not have the device, or the device has too little memory.
+        # For example, torch does not support the device, or the device has too little memory.
         print(" ".join(str(error).split())[:300], file=sys.stderr)
         return 2
     return 0

@@ -1,4 +1,4 @@
-"""Breadth-first search of all states of a small world, for the shortest story that breaks a promise."""
+"""Breadth-first search of all states of a small world, for the shortest sequence of events that breaks a promise."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Event: TypeAlias = tuple[Any, ...]
 
 
 class Broken(AssertionError):
-    """A promise was broken."""
+    """Raised if a promise is broken."""
 
 
 TRIPPED = "trips over itself: "
-"""Prefix of a story in which a machine raised an unexpected error. Such a mutant tests no promise."""
+"""Prefix of the report if a machine raised an unexpected error. Such a mutant tests no promise."""
 
 
 def must(holds: bool, otherwise: str) -> None:
@@ -27,7 +27,7 @@ def must(holds: bool, otherwise: str) -> None:
 
 
 def happen(action: Callable[..., None], *arguments: Any) -> None:
-    """Run ``action``. An unexpected error of the machine also breaks a promise."""
+    """Run ``action``. An unexpected error in the machine also breaks a promise."""
     try:
         action(*arguments)
     except Broken:
@@ -40,7 +40,7 @@ def happen(action: Callable[..., None], *arguments: Any) -> None:
 class Walk:
     """Result of a walk: visited states and transitions, and CPU time in seconds.
 
-    ``broken`` is the shortest story that breaks a promise, or ``None``.
+    ``broken`` describes the shortest sequence of events that breaks a promise, or is ``None``.
     """
 
     scenario: str

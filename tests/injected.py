@@ -1,4 +1,4 @@
-"""Lines at which a test may raise an error between two lines, as a failing allocation would."""
+"""Check of where a test may raise an error in running code, as a failing allocation would."""
 
 from __future__ import annotations
 

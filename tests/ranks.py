@@ -28,15 +28,16 @@ _PRELOADED = ["torch", "torch.distributed", "worker_agent.agent", "eplb_lab.laye
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or missed the deadline; the message has a line per failed rank."""
+    """Raised if a rank raises an error, dies or misses the deadline. The message has one line per failed rank."""
 
 
 class Ranks:
     """A gloo process group of ``world`` processes that stay alive between calls of ``run``.
 
-    Functions must be importable (module level), arguments and results picklable. A rank has one thread and
-    ``torch.distributed`` initialised: ``dist.get_rank()`` returns the rank of the process. After a failure all
-    processes are killed and the next ``run`` starts fresh ones, so that hypothesis can shrink a failing case.
+    Functions must be importable (defined at module level), and their arguments and results must be picklable. Each rank
+    has one torch thread, and ``torch.distributed`` is initialised, so ``dist.get_rank()`` returns the process's rank.
+    After a failure, all processes are killed and the next ``run`` starts new ones, so that hypothesis can shrink a
+    failing case.
     """
 
     def __init__(self, world: int, deadline: float = 240.0) -> None:
@@ -53,9 +54,9 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(*args)`` on every rank; return the results in order of rank.
+        """Call ``function(*args)`` on every rank, and return the results in rank order.
 
-        Raises ``RankFailure`` if a rank raises, dies, or is not done within the deadline.
+        Raises ``RankFailure`` if a rank raises an error, dies or misses the deadline.
         """
         if not self._processes:
             self._start()
@@ -71,7 +72,7 @@ class Ranks:
         return [results[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        """End the processes."""
+        """Terminate the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -133,9 +134,9 @@ class Ranks:
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = 240.0) -> list[Any]:
-    """Call ``function(*args)`` on ``world`` fresh gloo ranks; return the results in order of rank.
+    """Call ``function(*args)`` on ``world`` new gloo ranks, and return the results in rank order.
 
-    Raises ``RankFailure`` if a rank raises, dies, or is not done within ``deadline`` seconds.
+    Raises ``RankFailure`` if a rank raises an error, dies, or does not finish within ``deadline`` seconds.
     """
     with Ranks(world, deadline) as ranks:
         return ranks.run(function, *args)

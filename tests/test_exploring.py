@@ -41,7 +41,7 @@ class Stairs:
         return self.at
 
 
-def test_a_broken_promise_is_reported_with_its_shortest_story() -> None:
+def test_a_broken_promise_is_reported_with_the_shortest_sequence_of_events() -> None:
     seen = walk("trap", Stairs(trap=2))
     assert seen.broken == "stepped into the trap\n    after up, up, up"
     assert seen.caught

@@ -179,7 +179,7 @@ def staging(device: torch.device) -> str:
         if [buffer.data_ptr() for buffer in reserved_staging.reserve([weights], [rows])[0]] != reserved:
             raise RuntimeError(f"staging for {rows} experts lies outside the memory that was reserved for 16")
     if _allocated(device) != before:
-        raise RuntimeError("a transfer that fits into the reserved staging allocates device memory")
+        raise RuntimeError("a transfer that fits in the reserved staging allocates device memory")
     return (
         f"{reserved_staging.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
     )

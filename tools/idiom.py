@@ -53,7 +53,7 @@ CONSTRUCTIONS = {
         r"|of their own)\b"
     ),
 }
-"""Constructions of a literal translation, each as a regular expression that begins at a word."""
+"""Constructions typical of a literal translation, each as a regular expression that begins at a word."""
 
 OPENING = "clause instead of a sentence"
 """A docstring or comment that begins with a conjunction, a pronoun or a preposition."""
@@ -86,7 +86,7 @@ CEILINGS: dict[str, tuple[int, int, int]] = {
     "tests/moe": (6, 3, 5),
     "tests/simulation": (6, 6, 5),
 }
-"""Present rates of the rooms that do not meet the targets yet. Lower or remove an entry after rewriting its room."""
+"""Current rates of the rooms that do not meet the targets yet. Lower or remove an entry after rewriting its room."""
 
 
 _COLUMN = 24
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Room:
-    """Counts of one room."""
+    """Counts for one room."""
 
     words: int = 0
     lines: int = 0

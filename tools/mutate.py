@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", choices=ROOMS, default="planner")
     parser.add_argument("--sample", type=int, default=40, help="number of mutants (40)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the sample (0)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests per mutant (600)")
     arguments = parser.parse_args()
     source, tests = ROOMS[arguments.room]

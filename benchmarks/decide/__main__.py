@@ -141,7 +141,7 @@ def _alarms(seed: int) -> Table:
 
 
 def _promises(seed: int, traces: Path | None) -> Table:
-    """Return a table of promised and realised PAR on the next window, counted in whole tokens; the target is 3 %."""
+    """Return a table of promised PAR and PAR realised by whole tokens on the next window. The target is within 3 %."""
     table = Table("heat", "seen", "promised", "realised", "promise off", "window off", "moves per window")
     for row in promises_measured(seed, traces):
         error = row.promised / row.realised - 1.0
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[0],
-        help="seeds of the drawn heat; figures are means over the seeds",
+        help="seeds for the drawn heat; figures are means over the seeds",
     )
     add("--layers", type=int, default=4, help="layers of the drawn heat (4)")
     add(

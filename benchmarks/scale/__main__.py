@@ -137,7 +137,7 @@ class Phases:
     Parameters
     ----------
     joined
-        Reading shortly after the ranks have started to step.
+        Reading shortly after the ranks have started stepping.
     ended
         Reading at the end of the first decision's interval.
     deciding

@@ -35,9 +35,11 @@ class Scale:
     experts
         Experts per layer, E.
     slots
-        Slots per rank, S. By default, there are an eighth more slots than experts, rounded up to whole slots per rank.
+        Slots per rank, S. By default, there are one eighth more slots than experts, rounded up to whole slots per rank.
 
-    Examples -------- 288 slots are an eighth more than 256 experts, so each of 32 ranks has 9:
+    Examples
+    --------
+    288 slots are an eighth more than 256 experts, so each of 32 ranks has 9:
 
     >>> Scale(ranks=32, layers=58, experts=256).shape.slots
     9

@@ -16,7 +16,7 @@ _MIN_ASSEMBLED = 0.98
 _FLAT_SECONDS = 300.0
 """Minimum run length in seconds for judging memory growth.
 
-Windows and caches are full after half of it, and even a run of half an hour shows nothing new.
+Windows and caches are full after half of that time, and even a half-hour run shows no further effect.
 """
 _PLAN_SECONDS = 5.0
 _MIN_REPORTS = 4
@@ -71,7 +71,7 @@ class Measured:
         Longest block of the event loop from the decision until its plan was carried out.
     plan_ms
         Milliseconds from the end of the first decision's interval until the last rank had sent its heat, until the
-        first rank had a plan, and until the last rank had run. ``None`` if a rank never received a plan.
+        first rank had a plan, and until the last rank had a plan. ``None`` if a rank never received a plan.
     """
 
     ranks: int

@@ -132,7 +132,7 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankProcesses]:
-    """Run all of a deployment's ranks while the context lasts. They have joined when it begins."""
+    """Run all of a deployment's ranks while the context lasts. All ranks have joined by the time it begins."""
     spawn = multiprocessing.get_context("spawn")
     shares = [range(first, load.scale.ranks, processes) for first in range(processes)]
     pipes = []

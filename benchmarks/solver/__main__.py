@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds",
         type=int,
         nargs="+",
-        help="seeds of the generated heat; some measurements use only the first",
+        help="seeds for the generated heat; some measurements use only the first",
     )
     add("--repeats", type=int, help="repeats of each timed decision")
     add("--limit-seconds", type=float, default=60.0, help="time limit of a decision")

@@ -131,7 +131,7 @@ GREEDY, RULE, SOLVED, ROUND, DEALT = TABLES = (
     "DeepSeek's EPLB, by rank % replicas",
     "by rank % replicas",
     "solved",
-    "dealt round the replicas",
+    "dealt to the replicas in turn",
     "dealt, solved",
 )
 

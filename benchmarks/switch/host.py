@@ -81,7 +81,7 @@ def counting(counted: Sequence[tuple[Any, int, int]], device: torch.device) -> C
 
 
 def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]]:
-    """Compare the CPU time of counting a pass and of the call after it, without device copies, with a budget.
+    """Compare the CPU time of counting a pass and of the call that follows, excluding device copies, with a budget.
 
     The model thread's CPU time does not depend on other load. Wall-clock time is only returned for information.
     Counting a pass within a graph takes no CPU time.

@@ -121,7 +121,9 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
     voting = means_of(server.vote_seconds, interval)
     switching_on, switching_off = server.pairs(pairs, plans=True)
     ratios = [
-        Ratio.of("idle vote, spread over its steps / 5 ms step", voting, [STEP_SECONDS] * len(voting), 0.01),
+        Ratio.of(
+            "idle vote, amortised over its interval / 5 ms step", voting, [STEP_SECONDS] * len(voting), 0.01
+        ),
         Ratio.of("step p50, agent idle / no agent", on, off, 1.03),
         Ratio.of("step p50, agent switching / no agent", switching_on, switching_off, 1.05),
     ]

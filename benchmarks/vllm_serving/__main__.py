@@ -58,9 +58,9 @@ def _arguments() -> argparse.Namespace:
         "--rounds", type=int, default=8, help="number of rounds in which the requests are sent (8)"
     )
     parser.add_argument("--clients", type=int, default=16, help="concurrent requests (16)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the requests (0)")
     parser.add_argument(
-        "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does meanwhile (deciding)"
+        "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does during the run (deciding)"
     )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     return parser.parse_args()

@@ -149,7 +149,7 @@ class Watched:
 
     @contextlib.contextmanager
     def left_alone(self, plan_after: bool = True) -> Iterator[None]:
-        """Pause planning while the context lasts, and leave it once the PAR before any switch has been observed.
+        """Pause planning while the context lasts. It ends once the PAR before any switch has been observed.
 
         Without the pause, a layer could switch before the first poll on a busy machine.
 

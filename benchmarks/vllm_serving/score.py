@@ -92,9 +92,9 @@ def _largest_gap(first: Answer, second: Answer) -> float:
 
 
 def latency(answers: Iterable[Answer]) -> dict[str, float]:
-    """Return the median and 99th percentile of milliseconds to the first token and per token.
+    """Return the median and 99th-percentile latency in milliseconds, to the first token and per token.
 
-    NaN if there are no answers.
+    The figures are NaN if there are no answers.
     """
     good = [answer.times for answer in answers if answer.error is None]
     seconds = {

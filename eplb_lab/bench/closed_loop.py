@@ -159,7 +159,7 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
     """Run all entrants over the scenario, one after another, and return the document of ``eplb bench --json``.
 
     An entrant that fails is omitted and listed under ``failures``. Lists in the document have one entry per decision.
-    Means exclude the first decision unless it is the only one, because every policy then places from scratch.
+    Means exclude the first decision, in which every policy places from scratch, unless it is the only one.
 
     Parameters
     ----------

@@ -81,8 +81,8 @@ def bench(
     ),
     window: int | None = option(
         None,
-        f"Steps that a decision uses. It then serves the same number of steps. The default is {_WINDOW}, or a quarter "
-        "of a short trace.",
+        "Number of steps that a decision uses, and number of steps that its placement then serves. The default is "
+        f"{_WINDOW}, or a quarter of a short trace.",
         min=1,
     ),
     policy: str = option(
@@ -113,7 +113,7 @@ def bench(
     from eplb_lab.bench.contest import Contest
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with console.status("fetching the peers (only once) and comparing"):
+    with console.status("fetching the peers (first run only), then comparing"):
         contest = Contest(balancers, peers.index if peers.fetch else "", peers.limit_seconds, console.print)
         try:
             document = compare(contest, scenario, entrants_of(contest, policies))
@@ -176,7 +176,7 @@ def _print(document: Mapping[str, Any]) -> None:
     for failure in document["failures"]:
         console.print(f"{failure['policy']} has no result: {failure['why']}")
     console.print(
-        "PAR is the load of the hottest rank divided by the mean, in each step of the windows served. Because of token "
+        "PAR is the hottest rank's load divided by the mean load, in each step of the windows served. Because of token "
         f"sampling, a perfectly balanced placement would have about {document['noise_floor']:.3f}. Times are for "
         "one decision on one thread of this machine. Every policy decides once per window, its placement takes effect "
         "immediately, and the first window served is excluded. In `eplb replay`, flashlb decides when heat changes and "

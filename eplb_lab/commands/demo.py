@@ -59,7 +59,7 @@ class WorkloadOptions:
     )
     checkpoint: Path | None = option(
         None,
-        "Serve this checkpoint instead of the embedded model: the folder of a Qwen3-MoE or DeepSeek-V2 model for "
+        "Serve this checkpoint instead of the embedded model: a folder with a Qwen3-MoE or DeepSeek-V2 model for "
         "transformers.",
     )
     steps: int | None = option(
@@ -136,7 +136,7 @@ def demo(
     ),
     address: str | None = option(None, "host:port of a running service. By default the demo starts its own."),
     deployment: str = option("demo", "Name of the deployment."),
-    seed: int = option(0, "Seed of the requests or tokens, and of the solver.", min=0),
+    seed: int = option(0, "Seed for the requests or tokens, and for the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),
     picture: Path | None = option(None, "Write the last view and the summary to this .svg file."),
 ) -> None:
@@ -238,7 +238,7 @@ def _trace(trace: Path, steps: int) -> tuple[tuple[int, int, int], dict[str, Any
     counts_TLE = heat_TLE[:steps, layers_L].astype(np.int64)
     if counts_TLE.sum() == 0:
         raise HeatError(
-            f"{trace}: the first {steps} steps contain no tokens; use more --steps or another trace"
+            f"{trace}: the first {steps} steps contain no tokens; increase --steps or use a different trace"
         )
     orders = {"counts": counts_TLE, "hidden": _HIDDEN, "intermediate": _INTERMEDIATE}
     return counts_TLE.shape, orders

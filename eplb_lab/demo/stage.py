@@ -126,7 +126,7 @@ def model_sizes(checkpoint: Path | None = None) -> tuple[int, int, int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
     if not experts:
-        raise _DemoError(f"{checkpoint}: the model has no experts; use the folder of a MoE checkpoint")
+        raise _DemoError(f"{checkpoint}: the model has no experts; use the folder of an MoE checkpoint")
     dense_layers = config.get("mlp_only_layers") or []
     sparse_step = config.get("decoder_sparse_step", 1)
     layers = [

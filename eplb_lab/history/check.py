@@ -124,7 +124,7 @@ def _parse_line(number: int, text: str) -> Line:
     line = json.loads(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS or (kind == "start") != (number == 0):
-        raise ValueError(f"line {number + 1} is not a record of this format")
+        raise ValueError(f"line {number + 1} is not a valid history record")
     for field in _FIELDS[kind]:
         try:
             _TYPES.get(field, _NUMBER).validate_python(line.get(field))
@@ -286,7 +286,9 @@ def main() -> None:
         print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {summary}")
     for violation in broken_promises:
         print(f"BROKEN {violation}")
-    print("every promise was kept" if not broken_promises else f"{len(broken_promises)} promises were broken")
+    print(
+        "all guarantees hold" if not broken_promises else f"{len(broken_promises)} guarantees were violated"
+    )
     sys.exit(1 if broken_promises else 0)
 
 

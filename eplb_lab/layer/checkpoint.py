@@ -81,7 +81,7 @@ class ExpertLoader:
         }
 
     def load(self, name: str, tensor: torch.Tensor) -> int:
-        """Copy one checkpoint tensor into the slots of its expert, and return the number of these slots.
+        """Copy one checkpoint tensor into its expert's slots, and return the number of slots.
 
         Raises ``ValueError`` if ``name`` is not an expert tensor of this layer, or if the tensor has an unsupported
         shape, data type or value.
@@ -112,7 +112,7 @@ class ExpertLoader:
             raise ValueError(f"belongs to expert {expert}, but the layer has experts 0..{self._experts - 1}")
         if projection not in self._projections:
             names = ", ".join(self._projections)
-            raise ValueError(f"has the unknown projection {projection!r}; it must be one of {names}")
+            raise ValueError(f"has unknown projection {projection!r}; it must be one of {names}")
         slots = self._slots_of.get(expert, [])
         if suffix == "weight_offset" and "weight_scale" in self._tensors:
             # ModelSlim checkpoints contain offsets, which are zero if tokens are quantised individually.
@@ -120,9 +120,7 @@ class ExpertLoader:
                 raise ValueError("must be zeros, because the layer's quantisation is symmetric")
             return len(slots)
         if suffix not in self._tensors:
-            raise ValueError(
-                f"has the unknown suffix {suffix!r}; it must be one of {', '.join(self._tensors)}"
-            )
+            raise ValueError(f"has unknown suffix {suffix!r}; it must be one of {', '.join(self._tensors)}")
         for slot in slots:
             target = self._target(slot, projection, suffix)
             target.copy_(self._fitted(tensor, target, split=int(projection == self._projections[2])))

@@ -33,7 +33,7 @@ class DenseMoE(ExpertTensors):
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts, ``[T, H]``.
+        """Return the weighted sum of each token's expert outputs, ``[T, H]``.
 
         The input is validated as in ``ExpertParallelMoE``.
         """

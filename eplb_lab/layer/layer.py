@@ -176,15 +176,15 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         ------
         ValueError
             If the arguments are inconsistent, as for a new layer. Also if the layer's options contain groups of the old
-            ranks and are not replaced, or if either the layer or the new experts have biases, but not both. In all
-            cases, the layer is left unchanged.
+            ranks and are not replaced, or if only one of the layer and the new experts has biases. In all cases,
+            the layer is left unchanged.
         """
         if options is None:
             options = self._options
             if options.tp_group is not None or options.dp_groups:
                 raise ValueError(
                     f"layer {self.shape.layer}: tp_group and dp_groups belong to the old group; pass options with "
-                    "groups that belong to the new group"
+                    "groups of the new ranks"
                 )
         options.check(self._dispatchers, self._quantization)
         if experts is not None and (biases is not None) != (self._weights().w13_bias_SI is not None):
@@ -324,7 +324,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         Returns
         -------
         torch.Tensor
-            Weighted sum of each token's experts, plus its shared experts' output, ``[T, H]``.
+            Weighted sum of each token's expert outputs, plus the shared experts' output, ``[T, H]``.
 
         Raises
         ------
@@ -394,8 +394,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             return next(iter(self._paths.values()))
         if dispatcher not in self._paths:
             raise ValueError(
-                f"layer {self.shape.layer}: dispatcher must be one of the layer's ({', '.join(self._paths)}), "
-                f"got {dispatcher!r}"
+                f"layer {self.shape.layer}: dispatcher must be one of the layer's dispatchers "
+                f"({', '.join(self._paths)}), got {dispatcher!r}"
             )
         return self._paths[dispatcher]
 

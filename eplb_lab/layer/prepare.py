@@ -39,7 +39,7 @@ class Prepared:
 
 
 def _padded(rows_TX: torch.Tensor, length: int) -> torch.Tensor:
-    """Append zeros up to ``length`` rows."""
+    """Pad with rows of zeros up to ``length`` rows."""
     missing = length - rows_TX.shape[0]
     return pad(rows_TX, (0, 0) * (rows_TX.ndim - 1) + (0, missing)) if missing else rows_TX
 

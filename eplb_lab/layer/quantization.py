@@ -1,4 +1,4 @@
-"""Quantisation methods: the tensors to load, their conversion after loading, and the products of the experts."""
+"""Quantisation methods: the tensors to load, their conversion after loading, and the experts' matrix products."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Unquantized:
         return self._product(batch, inner_NI, scale_N, weights.second, dtype)
 
     def activated(self, first_NI: torch.Tensor) -> torch.Tensor:
-        """Return the activation of a first product, ``[N, I]``, computed by the fused operator if there is one."""
+        """Apply the activation to a first product and return ``[N, I]``. Uses the fused operator if there is one."""
         # The operator does not support empty tensors.
         if self._activation is Activation.SILU and first_NI.shape[0]:
             return self._operators.npu_swiglu(first_NI)
@@ -94,7 +94,7 @@ class Unquantized:
         return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
 
     def _requantized(self, inner_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the rows of the second product, and their scales if they are quantised."""
+        """Return the input rows of the second product, and their scales if the rows are quantised."""
         return inner_NI, None
 
     def _product(

@@ -116,7 +116,7 @@ class RankGroup:
         return self.all_to_all(rows_RX, ones, ones)
 
     def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        """Return the ``numbers`` of each rank, in rank order."""
+        """Return each rank's ``numbers``, in rank order."""
         # Fill the tensor on the device, because a copy from the host would wait for the device again.
         row = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
         numbers_R: list[list[int]] = self.exchange(row.repeat(self.size, 1)).tolist()

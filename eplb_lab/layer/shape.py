@@ -7,9 +7,9 @@ Handling of invalid input
     timeout expires. A host that catches the ``ValueError`` must therefore end the step on all ranks.
 
     Differences between ranks are detected only if the ranks exchange sizes anyway. A preparation that gathers tokens
-    raises on every rank if the tokens' widths differ between ranks (for example because K differs). If grouped experts
-    are not chosen equally often, every rank raises as well. With all-to-all, K may differ between ranks. MC2's
-    operators require the same K on all ranks but cannot check it.
+    raises on every rank if the tokens' widths differ between ranks (for example because K differs). If a
+    token's grouped experts are not split evenly over the ranks, every rank raises as well. With all-to-all, K may
+    differ between ranks. MC2's operators require the same K on all ranks but cannot check it.
 
     Layers must be built with the same experts, hidden size, dtype, dispatcher and options on all ranks. Building a
     layer fails if its ``log2phy`` table does not fit the placement. Code that writes a different table later must do so

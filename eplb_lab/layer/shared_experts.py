@@ -127,6 +127,6 @@ class SharedExperts(ExpertTensors):
         # A NaN difference must fail as well.
         if not difference <= tolerance:
             raise ValueError(
-                f"layer {self.layer_index}: shared experts split in two differ from the whole by {difference:.3g} of "
-                f"its norm (at most {tolerance:g} is allowed); do not split them, or correct their weights"
+                f"layer {self.layer_index}: split shared experts differ from the unsplit ones by {difference:.3g} of "
+                f"their norm (at most {tolerance:g} is allowed); do not split them, or correct their weights"
             )

@@ -69,7 +69,7 @@ class ExpertWeights:
         return self.w2_SHI, self.w2_scale_SH, self.w2_bias_SH
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the existing tensors, each ``[S, ...]``, by their names in a layer."""
+        """Return the existing tensors, each ``[S, ...]``, keyed by name in the layer."""
         pairs = zip(WEIGHT_NAMES, vars(self).values(), strict=True)
         return {name: tensor for name, tensor in pairs if tensor is not None}
 

@@ -38,7 +38,7 @@ _ARCHITECTURE: Mapping[str, object] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-"""Fields of ``config.json`` that are the same for all models of this module."""
+"""Fields of ``config.json`` that are the same for all of this module's models."""
 
 _HUGGING_FACE_NAMES = {
     "layers": "num_hidden_layers",

@@ -25,7 +25,7 @@ _TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelTask(Task):
-    """Task of serving a model, run by ``_ModelRank``.
+    """Task for ranks that serve a model; see ``_ModelRank``.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class _ModelRank:
         self._twins.serve(self._task.steps, self._one_step, self._totals)
 
     def _model(self, dispatcher: str, split: str) -> tuple[Server | LockstepServer, list[ExpertParallelMoE]]:
-        """Create a model, and return a server for this rank's requests and the model's MoE layers."""
+        """Create a model. Return a server that answers this rank's requests, and the model's MoE layers."""
         task = self._task
         placement = Placement.linear(task.layers, task.experts, task.ranks, task.slots)
         options: dict[str, Any] = {

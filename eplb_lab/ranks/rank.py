@@ -21,7 +21,7 @@ from eplb_lab.ranks.twins import Task, Twins, run
 
 @dataclass(frozen=True, kw_only=True)
 class _DemoTask(Task):
-    """Task of serving a trace, run by ``_DemoRank``.
+    """Task for ranks that serve a trace; see ``_DemoRank``.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ _Output = TypeVar("_Output")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Task of a rank, read from a JSON file that ``eplb_lab.demo.stage`` writes.
+    """A rank's task, read from a JSON file that ``eplb_lab.demo.stage`` writes.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Twins:
     Parameters
     ----------
     task
-        Task of the rank.
+        The rank's task.
     rank
         Index of the rank.
     group

@@ -18,7 +18,7 @@ from worker_agent.adapters.batch import Batch, TokenShare, batch_of, share_of_ra
         ([1], {}, StepPhase.DECODE),  # the last token of a prompt whose KV cache another instance filled
     ],
 )
-def test_a_request_prefills_if_it_computes_more_than_one_token_and_its_drafts(counts, drafts, phase):
+def test_a_request_is_prefill_if_it_computes_more_than_its_drafts_plus_one_token(counts, drafts, phase):
     assert batch_of(scheduled(counts, drafts)) == Batch(phase, sum(counts))
 
 

@@ -85,7 +85,7 @@ GONE = ""
         (GONE, {}, True),
     ],
 )
-def test_only_functions_that_no_longer_fit_a_patch_cannot_be_allowed(engine, source, patches, fits):
+def test_a_changed_function_can_be_allowed_unless_it_no_longer_fits_a_patch(engine, source, patches, fits):
     fingerprints = fingerprints_of(engine, "1.2")
     engine(source)
     with pytest.raises(UnsupportedEngineError) as refusal:
@@ -205,7 +205,7 @@ def eplb_log():
     log.propagate, log.handlers[:] = before[1:]
 
 
-def test_log_records_of_the_agent_use_the_engines_handlers(eplb_log):
+def test_the_agents_log_records_use_the_engines_handlers(eplb_log):
     """vLLM configures only its own loggers, so other records are lost and warnings have no prefix."""
     records = []
     handler = logging.Handler()

@@ -69,7 +69,7 @@ def test_a_split_pass_counts_once_and_a_failed_pass_does_not_count(on_host):
     assert int(rings.passes) == 3
 
 
-def test_experts_with_overlapping_memory_are_rejected_at_the_start():
+def test_experts_with_overlapping_memory_are_rejected_at_startup():
     memory = torch.arange(5 * 8.0).view(-1, 8)
     tables = {"expert_map": torch.arange(4, dtype=torch.int32), "log2phy": torch.arange(4)}
     for weights, shared in (([memory[1:]], False), ([memory[1:], memory[:-1]], True)):

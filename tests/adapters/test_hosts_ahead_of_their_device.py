@@ -106,7 +106,7 @@ def serve(fault: str | None) -> dict[str, Any]:
         "corrupt table",
     ],
 )
-def test_no_pass_routes_to_a_slot_with_another_expert(fault):
+def test_no_pass_routes_to_a_slot_with_the_wrong_expert(fault):
     ranks = run_ranks(fakes.RANKS, serve, fault)
     if fault == "corrupt table":
         assert all(rank["fatal"].startswith("rank 1: layer 1: log2phy of expert 3 is") for rank in ranks)

@@ -224,12 +224,12 @@ def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> Non
 
 
 def reasons(agent: Agent) -> list[str]:
-    """Empty the outbox and return the reasons in its plan statuses."""
+    """Drain the outbox and return the reasons in its plan statuses."""
     return [item.reason for item in waiting(agent) if isinstance(item, PlanStatus) and item.reason]
 
 
 def waiting(agent: Agent) -> list[Any]:
-    """Empty the outbox and return its messages."""
+    """Drain the outbox and return its messages."""
     return list(iter(lambda: agent._outbox.take(timeout=0), None))
 
 

@@ -48,7 +48,7 @@ def _switching(missed: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "missed", [pytest.param(step, marks=[] if step == 43 else pytest.mark.slow) for step in range(40, 44)]
 )
-def test_a_boundary_missed_at_any_point_of_a_vote_changes_no_output(missed: int) -> None:
+def test_a_step_boundary_missed_at_any_point_of_a_vote_changes_no_output(missed: int) -> None:
     """At one of these boundaries, the peers are about to commit. They wait for the rank and then do not commit."""
     live.check_together(run_ranks(RANKS, _switching, missed))
 

@@ -101,7 +101,7 @@ def test_steps_that_cannot_be_copied_are_counted_as_lost(monkeypatch) -> None:
 
 @pytest.mark.parametrize("reporting", [Reporting(), Reporting(source_sums=True)], ids=["steps", "sums"])
 @pytest.mark.parametrize(("slots", "sources"), [(True, True), (True, False), (False, True)])
-def test_a_report_contains_only_counts_that_the_host_makes(
+def test_a_report_contains_only_counts_that_the_host_records(
     reporting: Reporting, slots: bool, sources: bool
 ) -> None:
     """Sums cover their report's steps and are computed only if slots are counted."""

@@ -104,7 +104,7 @@ def _all_close_one_after_the_other(order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], pytest.param([2, 0, 1], marks=pytest.mark.slow)])
-def test_ranks_that_leave_one_after_the_other_log_no_errors(order: list[int]) -> None:
+def test_ranks_that_leave_one_after_another_log_no_errors(order: list[int]) -> None:
     with pytest.raises(RankFailure) as ended:
         run_ranks(RANKS, _all_close_one_after_the_other, order)
     assert "Traceback" not in str(ended.value)

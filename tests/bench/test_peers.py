@@ -120,7 +120,7 @@ def test_only_the_balancers_are_unpacked(index: tuple[Path, str], name: str, dat
     assert unpacked == [Path("maker/policy/greedy.py")]
 
 
-def test_an_archive_with_another_digest_is_rejected(index: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_archive_with_the_wrong_digest_is_rejected(index: tuple[Path, str], tmp_path: Path) -> None:
     served, address = index
     publish(served, "maker-1.0.tar.gz", source_archive())
     with pytest.raises(PeerError, match="does not have the expected SHA-256 digest"):

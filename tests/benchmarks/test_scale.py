@@ -32,7 +32,7 @@ def _burn() -> None:
         pass
 
 
-def test_holds_of_the_event_loop_are_measured_in_cpu_time_and_named() -> None:
+def test_event_loop_blocks_are_named_and_measured_in_cpu_time() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(_burn)
@@ -46,7 +46,9 @@ def test_holds_of_the_event_loop_are_measured_in_cpu_time_and_named() -> None:
     assert 4 * LONG_SECONDS < holds.cpu < 10 * LONG_SECONDS
 
 
-def test_a_processor_that_is_not_scheduled_does_not_count_as_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_the_cpu_is_not_scheduled_does_not_count_as_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The clock jumps while the thread is idle, as on Linux when the hypervisor does not schedule a virtual CPU."""
     jumped = 0.0
     thread_time = time.thread_time
@@ -149,7 +151,7 @@ def test_the_service_keeps_up_with_a_small_deployment_without_loss() -> None:
     assert found.switched > 0 == found.switched % load.scale.ranks
 
 
-def test_a_child_process_notices_the_end_of_the_measuring_process() -> None:
+def test_a_child_process_notices_that_the_measuring_process_has_exited() -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.send("tally")
     ours.close()

@@ -76,7 +76,7 @@ def test_ratios_of_drawn_steps_meet_or_miss_their_targets(even: float, stepwise:
     assert [target.met for target in of_drawn("steps", rows)] == [met, met]
 
 
-def test_one_step_more_than_a_token_above_the_optimum_misses_its_target() -> None:
+def test_a_single_step_over_one_token_above_the_optimum_misses_the_target() -> None:
     found = [
         Exactness(4, 2, 256, "drawn", [0.5, 1.0]),
         Exactness(4, 2, 1024, "drawn", [0.0, 1.5]),

@@ -62,7 +62,7 @@ def test_a_cell_is_judged_by_its_worst_seed() -> None:
     assert compared_cells(rows)[0].failings == ("in sample by 0.0010",)
 
 
-def test_times_are_compared_by_the_sum_of_each_kinds_minimum() -> None:
+def test_times_are_compared_by_summing_each_kinds_minimum() -> None:
     rows = [
         {"shape": SHAPE, "kind": kind, "policy": policy, "cpu_seconds": seconds}
         for policy, kind, seconds in (

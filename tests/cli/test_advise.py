@@ -50,7 +50,7 @@ def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, caps
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30
 
 
-def test_the_first_line_says_if_balancing_pays(trace, capsys):
+def test_the_first_line_says_whether_balancing_pays_off(trace, capsys):
     # With this many tokens, an H100 is compute-bound rather than bound by weight reads.
     np.savez(trace, heat=synthetic_heat("static", 120, 2, 16, tokens=1 << 17, top_k=2, seed=1))
     arguments = ("advise", "--heat", trace, "--ranks", 4, "--redundant", "0,4")

@@ -14,7 +14,7 @@ FUSED = replace(H200, batch_us=0.004)
 
 
 def plain_rank_us(curve: CostCurve, tokens: list[float], batch: float = 0.0) -> float:
-    """Return the time of a rank by the definition, slot by slot, with ``batch`` tokens on all ranks."""
+    """Compute a rank's time from the definition, slot by slot, with ``batch`` tokens on all ranks together."""
     total = curve.floor_us + curve.batch_us * batch
     for n in tokens:
         if n > 0:

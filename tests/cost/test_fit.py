@@ -81,7 +81,7 @@ def columns_of_kind(kind: str, generator: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["any", "zero", "equal", "nearly equal"])
-def test_nonnegative_coefficients_fit_as_well_as_scipy_s(kind):
+def test_nonnegative_coefficients_fit_as_well_as_scipys(kind):
     generator = np.random.default_rng(0)
     for offset in (0.0, 0.5, 1.0) * 20:
         matrix_TF = columns_of_kind(kind, generator)

@@ -87,7 +87,7 @@ def test_only_the_steps_during_the_transfer_are_attributed_to_it() -> None:
     assert (measured.lost_share, measured.lost_steps) == (0.5, 2)
 
 
-def test_waits_unknown_times_and_other_plans_are_excluded() -> None:
+def test_idle_waits_unknown_times_and_other_plans_are_excluded() -> None:
     step_T, us_T = steps_of(PLAN, 0.1, 0.0)
     us_T[103] = 5e6
     us_T[130:140] = np.nan

@@ -49,7 +49,7 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"worst_difference": 0.5}, "outputs differ by 0.5"),
+        ({"worst_difference": 0.5}, "outputs differ from the unbalanced layers' by 0.5"),
         ({"halted": "link down"}, "a rank stopped balancing: link down"),
         ({"layers_switched": 0}, "no layer was switched"),
     ],

@@ -25,7 +25,7 @@ def blocks(page, kind=r"[\w ]*"):
 
 
 def command_lines(page):
-    """Yield every ``eplb ...`` command of a page's code blocks. A line may show two side by side."""
+    """Yield every ``eplb ...`` command of a page's code blocks. A line may contain two commands."""
     for block in blocks(page):
         for line in block.splitlines():
             for command_line in re.split(r"\s{2,}(?=eplb |#)", line.partition(" #")[0]):
@@ -52,7 +52,7 @@ def test_the_pages_contain_commands():
     assert len([line for page in PAGES for line in command_lines(page)]) > 30
 
 
-def test_the_first_example_balances(capsys):
+def test_the_first_example_improves_the_balance(capsys):
     example = blocks(ROOT / "docs/index.md", "python")[0]
     names = {}
     exec(compile(example, "docs/index.md", "exec"), names)

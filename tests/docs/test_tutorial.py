@@ -80,7 +80,7 @@ async def test_every_operator_command_runs_beside_a_service(folder, monkeypatch,
 
 
 async def serve(group):
-    """Send heat like a model, carry out the first plan, and continue until cancelled."""
+    """Send heat as a model would, carry out the first plan, and continue until cancelled."""
     for number in range(4):
         await group.send_heat(skewed_heat(8, seed=number))
     await group.carry_out(await group.hear_plan())

@@ -206,7 +206,7 @@ def test_options_that_leave_nothing_to_transfer_are_rejected(arguments, text, ca
     assert text in capsys.readouterr().err
 
 
-def test_a_device_type_that_torch_does_not_see_is_reported(installed, capsys):
+def test_a_device_type_that_torch_does_not_find_is_reported(installed, capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--device", "npu", "--json"])
     assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch finds no npu here")

@@ -176,7 +176,7 @@ def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -
         (["--dispatcher", "moge", "--redundant", "0", "--ranks", "8"], "use --ranks 2 or 4"),
     ],
 )
-def test_a_user_error_is_one_line_with_exit_code_2(arguments, complaint, capsys) -> None:
+def test_a_user_error_prints_one_line_and_exits_with_code_2(arguments, complaint, capsys) -> None:
     assert main.run(["demo", *arguments]) == 2
     said = capsys.readouterr().err
     assert complaint in said

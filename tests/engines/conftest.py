@@ -24,10 +24,9 @@ SHIM = """
 eplb_cpu_host = vllm_on_cpu:register
 """
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""For engines that serve few tokens, where compiling many small functions would take longer than serving them.
-"""
+"""Environment for engines that serve few tokens, where compiling many small functions takes longer than serving."""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""For an engine with the second model runner. It is slow here, so tests must run few steps."""
+"""Environment for an engine with the second model runner. It is slow on CPU, so its tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
 DECIDE_OFTEN = f"--window-steps 64 --decision-interval 64 --report-steps 32 {WHENEVER_IT_MAY}"
 SWITCH_OFTEN = f"{DECIDE_OFTEN} --policy deepseek"

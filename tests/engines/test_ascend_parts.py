@@ -83,7 +83,7 @@ def test_layers_that_the_host_does_not_balance_are_ignored():
     assert LayerFinder(model).layers == [balanced]
 
 
-def test_all_parts_of_the_hosts_balancer_are_replaced_or_none():
+def test_the_hosts_balancer_is_replaced_completely_or_not_at_all():
     parts = dict.fromkeys(("Manager", "EplbProcess", "EplbUpdator", "VllmEplbAdaptor"), object)
     whole = types.SimpleNamespace(**parts)
     hooks._replace_balancer(whole)

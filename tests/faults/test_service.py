@@ -98,7 +98,7 @@ def test_the_lead_command_overcomes_a_clock_that_was_once_wrong(tmp_path: Path) 
         scene.end_well()
 
 
-def test_a_group_that_restarts_with_another_size_is_balanced_again(tmp_path: Path) -> None:
+def test_a_group_that_restarts_with_a_different_size_is_balanced_again(tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         first = scene.stop()

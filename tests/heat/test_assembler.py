@@ -258,7 +258,7 @@ def test_no_step_is_counted_twice_or_invented_in_any_order_of_reports(data: st.D
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))
 
 
-def test_steps_enter_the_window_in_portions_and_all_before_the_next_report() -> None:
+def test_steps_enter_the_window_in_batches_and_all_before_the_next_report() -> None:
     heat = assembler(pending_steps=4)
     for rank in range(RANKS):
         heat.take(rank, report(0, 1, 2, 3))
@@ -423,7 +423,7 @@ def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():
     np.testing.assert_allclose(rates_RLE[:, 0, 0], [3, 3])
 
 
-def test_tokens_in_slots_outside_of_all_tables_are_reported() -> None:
+def test_tokens_in_slots_outside_all_tables_are_reported() -> None:
     heat = assembler()
     tables_RE = default_log2phy(PLACEMENT_LRS[0], EXPERTS)
     # Expert 0 is in slot 0 of rank 0 and slot 1 of rank 1. The tables send all its tokens to rank 0.

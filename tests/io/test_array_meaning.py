@@ -109,7 +109,7 @@ def test_a_map_implies_tokens_by_slot(tmp_path: Path) -> None:
     assert (by_rank.facts.ranks, by_rank.facts.slots) == (8, 5)
 
 
-def test_the_origin_says_if_the_expert_count_is_inferred(tmp_path: Path) -> None:
+def test_the_origin_says_whether_the_expert_count_is_inferred(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", routes=ROUTES_KLC)
     assert (
         "16 experts, inferred from the highest expert id"

@@ -136,7 +136,7 @@ def test_a_table_of_equal_rows_is_rejected(tmp_path):
     assert "asks for 0.4 GiB of memory" in refusal(path)
 
 
-def test_a_table_of_long_texts_is_rejected(tmp_path):
+def test_a_table_of_long_strings_is_rejected(tmp_path):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"

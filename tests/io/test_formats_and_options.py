@@ -25,7 +25,7 @@ from tests.io.traces import slots_of
 STEPS = 6
 EXPERTS = 4
 MOE = (3, 5)
-"""MoE layers of a model with 7 layers."""
+"""Indices of the MoE layers in a model with 7 layers."""
 LAYERS = 7
 PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
 HEAT_TLE = np.random.default_rng(0).integers(1, 60, (STEPS, len(MOE), EXPERTS))
@@ -201,7 +201,7 @@ def test_an_option_has_an_effect_or_is_rejected(name: str, option: str, tmp_path
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_right_number_of_experts_changes_nothing_else(name: str, tmp_path: Path) -> None:
+def test_stating_the_correct_number_of_experts_changes_nothing_else(name: str, tmp_path: Path) -> None:
     path = FORMATS[name][0](tmp_path)
     needed = NEEDED.get(name, {})
     trace = open_trace(path, ReadAs(**needed, experts=EXPERTS))

@@ -110,7 +110,7 @@ def test_json_that_is_not_an_expert_map_is_rejected(tmp_path, text, message):
     assert message in refusal(path, ranks=1)
 
 
-def test_placements_of_another_shape_are_rejected(tmp_path):
+def test_placements_of_the_wrong_shape_are_rejected(tmp_path):
     path = tmp_path / "placement.npz"
     np.savez(path, phy2log=PLACEMENT.phy2log_LRS)
     assert "places experts on 4 ranks; expected 8" in refusal(path, ranks=8)
@@ -213,7 +213,7 @@ def test_a_draft_layer_has_a_row_and_shifts_no_other_row(tmp_path, format):
         assert (rows[np.arange(5)[:, None], tables[0]] == np.arange(6)).all()
 
 
-def test_a_map_with_a_draft_layer_but_a_missing_layer_is_rejected(tmp_path):
+def test_a_map_that_has_a_draft_layer_but_lacks_a_model_layer_is_rejected(tmp_path):
     path = tmp_path / "map.yaml"
     placement = different_layers(4)
     write_placement(path, placement, placement.default_log2phy(), layer_numbers=(3, 4, 6, 7))

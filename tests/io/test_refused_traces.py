@@ -53,7 +53,7 @@ def test_arrays_that_cannot_be_heat_are_rejected(tmp_path, suffix, array, messag
     assert message in reported or str(list(array.shape)) in reported
 
 
-def test_a_bad_step_late_in_a_trace_is_named_when_it_is_read(tmp_path):
+def test_an_invalid_step_late_in_a_trace_is_named_when_it_is_read(tmp_path):
     path = tmp_path / "trace.npy"
     heat = np.ones((100, 1, 2))
     heat[90, 0, 1] = -3

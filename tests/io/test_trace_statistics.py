@@ -28,7 +28,7 @@ def test_a_layer_without_tokens_has_no_ratio():
     assert np.isnan(figures.par_L[1])
 
 
-def test_drift_needs_two_complete_windows():
+def test_drift_requires_two_complete_windows():
     assert statistics(ArrayTrace(HEAT_TLE), 30).drift_L is not None
     short = statistics(ArrayTrace(HEAT_TLE), 31)
     assert (short.drift_L, short.drift_noise_L) == (None, None)

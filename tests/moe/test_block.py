@@ -54,7 +54,7 @@ def test_free_experts_are_neither_dispatched_nor_counted(kind: FreeExpert, some_
 
 
 @pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])
-def test_a_router_for_another_number_of_experts_is_rejected(experts: int, kind: FreeExpert | None):
+def test_a_router_for_the_wrong_number_of_experts_is_rejected(experts: int, kind: FreeExpert | None):
     with pytest.raises(ValueError, match=f"layer 3: the router chooses among {experts} exp.*layer has 6"):
         MoEBlock(Router(experts, 3), alone(CASE), kind)
 

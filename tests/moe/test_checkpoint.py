@@ -57,7 +57,7 @@ def loader(held: ExpertTensors, **more: Any) -> ExpertLoader:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2)])
-def test_every_slot_gets_the_ranks_part_of_its_expert(quantized: bool, tp_rank: int, tp_size: int):
+def test_every_slot_gets_the_ranks_shard_of_its_expert(quantized: bool, tp_rank: int, tp_size: int):
     held = tensors(quantized, tp_size)
     given = checkpoint(quantized)
     loading = loader(held, tp_rank=tp_rank, tp_size=tp_size)

@@ -35,7 +35,7 @@ EARLY = {"quantize_before_gather": True}
         ("all2allv", False, {"split": "steps"}, "split must be 'tables' or 'step', got 'steps'"),
     ],
 )
-def test_options_that_do_not_fit_together_are_rejected(
+def test_incompatible_options_are_rejected(
     dispatcher: Any, quantized: bool, options: dict[str, Any], message: str
 ):
     case = Case("mc2", 4, 4, 2, (3,), quantized=quantized)
@@ -93,9 +93,9 @@ def test_group_sizes_beyond_the_documented_mc2_limits_are_rejected(
 @pytest.mark.parametrize(
     ("variant", "tokens", "choices", "message"),
     [
-        (A3, 513, 8, "takes at most 512 tokens per rank, including padding, got 513"),
-        (A2, 257, 8, "takes at most 256 tokens per rank, including padding, got 257"),
-        (A3, 1, 17, "takes at most 16 choices per token, got 17"),
+        (A3, 513, 8, "supports at most 512 tokens per rank, including padding, got 513"),
+        (A2, 257, 8, "supports at most 256 tokens per rank, including padding, got 257"),
+        (A3, 1, 17, "supports at most 16 choices per token, got 17"),
         (
             A3,
             32,

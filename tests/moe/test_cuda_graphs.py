@@ -72,7 +72,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def ids_of(step: int, masked: bool = True) -> torch.Tensor:
-    """Return int32 ids ``[T, K]``, distinct within each token, with -1 for a choice that is not real."""
+    """Return int32 ids ``[T, K]``, distinct within each token, with -1 for padding choices."""
     generator = torch.Generator().manual_seed(step)
     skew_E = -0.15 * torch.arange(EXPERTS).roll(step)
     ids_TK = (torch.randn(TOKENS, EXPERTS, generator=generator) + skew_E).topk(TOP_K).indices.int()
@@ -273,5 +273,5 @@ def _over_nccl() -> None:
     dist.destroy_process_group(group)
 
 
-def test_exchanges_over_nccl_are_captured_too() -> None:
+def test_exchanges_over_nccl_are_also_captured() -> None:
     run_ranks(1, _over_nccl, deadline=120)

@@ -114,20 +114,23 @@ def test_shared_experts_whose_parts_differ_from_the_whole_are_rejected():
     shared = shared_of(CASE)
     whole = whole_of(CASE)
     weights = shared_weights(CASE)[0]
-    with pytest.raises(ValueError, match="layer 3: shared experts split in two differ from the whole"):
+    with pytest.raises(ValueError, match="layer 3: split shared experts differ from the unsplit ones"):
         SharedExperts(3, weights, reference, torch.float32, whole=lambda hidden_TH: whole(hidden_TH) + 1)
     SharedExperts(3, weights, reference, torch.float32, whole=whole)
     SharedExperts(3, weights, reference, torch.float32, whole=whole, quantization="w8a8")
     for other, message in (
-        (lambda hidden_TH: 2 * whole(hidden_TH), r"split in two differ from the whole by 0\.5"),
-        (lambda hidden_TH: whole(hidden_TH) * torch.nan, "differ from the whole by nan"),
+        (
+            lambda hidden_TH: 2 * whole(hidden_TH),
+            r"split shared experts differ from the unsplit ones by 0\.5",
+        ),
+        (lambda hidden_TH: whole(hidden_TH) * torch.nan, "differ from the unsplit ones by nan"),
         (lambda hidden_TH: whole(hidden_TH)[:, :4], r"return shape \[8, 4\] when run whole"),
     ):
         with pytest.raises(ValueError, match=f"layer 3: shared experts .*{message}"):
             shared.verify(other)
 
 
-def test_shared_expert_weights_of_another_shape_are_rejected():
+def test_shared_expert_weights_of_the_wrong_shape_are_rejected():
     weights, _ = shared_weights(CASE)
     with pytest.raises(ValueError, match=r"layer 4: shared experts' w13 must have shape \[1, 2\*I, 8\]"):
         SharedExperts(4, ExpertWeights(weights.w13_SIH[:, :, :5], weights.w2_SHI), reference, torch.float32)

@@ -169,7 +169,7 @@ def test_all_gather_raises_on_every_rank_if_token_sizes_differ():
     assert len(set(run_simulated(2, unequal_widths))) == 1
 
 
-def test_grouped_experts_require_equally_many_choices_per_rank():
+def test_grouped_experts_require_the_same_number_of_choices_on_each_rank():
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(3, 4))
 
     def choose_unequally(group: RankGroup) -> None:

@@ -160,7 +160,7 @@ def test_the_hottest_rank_stays_near_the_optimum_with_many_replicas(layer) -> No
 
 @settings(max_examples=15)
 @given(layers(most_ranks=5), st.sampled_from((2, 300)), st.sampled_from((1, 2, 3, 4, 9)))
-def test_every_sum_is_exact_so_that_all_ranks_get_the_same_bits(layer, mean: int, rounds: int) -> None:
+def test_sums_are_exact_and_bitwise_identical_on_all_ranks(layer, mean: int, rounds: int) -> None:
     phy2log_RS, experts, generator = layer
     split = StepwiseSplit(phy2log_RS, experts, rounds=rounds)
     counts_E = generator.poisson(mean, experts)
@@ -194,7 +194,7 @@ def test_a_new_placement_is_installed_in_place() -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
-def test_a_layer_splits_according_to_its_installed_placement(dispatcher: str) -> None:
+def test_a_layer_splits_tokens_according_to_its_installed_placement(dispatcher: str) -> None:
     ranks = 4
     slots = 3
     experts = 8

@@ -50,7 +50,7 @@ def test_an_invalid_layer_is_rejected(change: tuple, message: str) -> None:
         apply_layers(PLACEMENT, TABLES_RLE, [change])
 
 
-def test_tables_of_another_width_are_rejected() -> None:
+def test_tables_of_the_wrong_width_are_rejected() -> None:
     change = 1, NEW_RS, default_log2phy(NEW_RS, 6, 2)
     with pytest.raises(
         PlacementError, match=r"layer 1: expected tables of shape \[4, 6, 3\], got \[4, 6, 2\]"

@@ -23,7 +23,7 @@ PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 
 
 def tables_by_rule(phy2log_RS: Int32, experts: int, width: int) -> list[list[list[int]]]:
-    """Return the tables by the plain rule: entry d of source rank r is replica (r + d) % k."""
+    """Return the tables according to the plain rule: entry d of source rank r is replica (r + d) % k."""
     flat = phy2log_RS.ravel().tolist()
     slots_of = [[slot for slot, held in enumerate(flat) if held == expert] for expert in range(experts)]
     return [

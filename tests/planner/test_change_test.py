@@ -111,7 +111,7 @@ def test_a_slightly_optimistic_promise_raises_no_alarm() -> None:
     assert paced(promise).after_steps(par_TL[16:])[0].alarm is None
 
 
-def test_an_empty_promise_is_learned_before_any_alarm() -> None:
+def test_a_promise_without_values_is_learned_before_any_alarm() -> None:
     par_TL = served(np.random.default_rng(3), 300, 8, 256)[:, :2]
     empty = Promise(np.full(3, np.nan), np.zeros(3), np.ones(3), 0, held_out=False)
     pace, _ = paced(empty).after_steps(par_TL[:200])

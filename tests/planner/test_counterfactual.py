@@ -184,7 +184,7 @@ def test_the_assumed_time_price_follows_the_hosts_stepwise_split() -> None:
     assert slopes[0] > slopes[1], "the stepwise split leaves the hottest rank fewer tokens"
 
 
-def test_the_time_of_a_layer_comes_from_the_current_layout_and_names_its_source() -> None:
+def test_a_layers_time_comes_from_the_current_layout_and_states_its_source() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), NOTHING)
     moving = priced(NOTHING_MEASURED, price)
     assert moving.layer_ms == pytest.approx(

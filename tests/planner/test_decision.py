@@ -93,7 +93,7 @@ def after_departure(before: int) -> DecisionSession:
     return session
 
 
-def test_heat_decides_if_a_departure_from_the_promise_is_a_change_or_a_burst() -> None:
+def test_heat_decides_whether_a_departure_from_the_promise_is_a_change_or_a_burst() -> None:
     changed = decision_inputs(np.concatenate([heat(100, 0), heat(4, 1)]), after_departure(100))
     assert (changed.decision_window.steps, changed.serving_steps) == (4, 100.0)
     assert not decide(changed)[1].burst

@@ -69,7 +69,7 @@ def test_intervals_never_exceed_the_longest_interval(longest: int) -> None:
     assert lengths == [min(24, longest), longest, longest]
 
 
-def test_intervals_shrink_if_changes_pay_and_grow_otherwise(calm: Pace) -> None:
+def test_intervals_shrink_if_changes_pay_off_and_grow_otherwise(calm: Pace) -> None:
     calm = calm.after_decision(changed=False, paid=None)
     assert calm.interval == 48
     shorter = calm.after_decision(changed=True, paid=True)
@@ -249,7 +249,7 @@ def test_a_decision_waits_until_a_possible_change_is_four_steps_old(calm: Pace) 
 
 
 @pytest.mark.parametrize("age", [4, 5, 9, 16, 30, 60])
-def test_a_decision_detects_a_silent_change_and_uses_the_steps_since(age: int) -> None:
+def test_a_decision_detects_a_silent_change_and_uses_the_steps_after_it(age: int) -> None:
     changed = np.concatenate([heat(100 - age), heat(age, seed=1)])
     pace = advanced(Pace(first=100, memory=512, longest=512), 100)
     weighed = pace.weighed(changed)

@@ -57,7 +57,7 @@ def test_layers_above_or_without_a_knee_are_balanced(
     assert len(decided(tokens, device, **settings).layers) == LAYERS
 
 
-def test_a_long_prefill_in_every_tenth_step_makes_balancing_pay() -> None:
+def test_balancing_pays_off_if_every_tenth_step_is_a_long_prefill() -> None:
     few_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=64, top_k=2, seed=1)
     many_TLE = synthetic_heat("static", 128, LAYERS, EXPERTS, tokens=8192, top_k=2, seed=2)
     mixed_TLE = np.where(np.arange(128)[:, None, None] % 10 == 0, many_TLE, few_TLE)

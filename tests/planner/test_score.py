@@ -98,7 +98,7 @@ def test_the_interval_widens_with_the_errors_of_past_forecasts() -> None:
     assert forecasts.gain.high - forecasts.gain.mean == max(forecasts.misses)
 
 
-def test_a_gain_of_zero_does_not_pay() -> None:
+def test_a_gain_of_zero_does_not_pay_off() -> None:
     par_TL = 1.5 + 0.1 * np.random.default_rng(0).normal(size=(100, 2))
     assert gain_of(par_TL, par_TL).paid is False
     assert gain_of(par_TL, par_TL + 0.1).paid is False

@@ -62,7 +62,7 @@ def test_a_decision_that_keeps_all_layers_is_tested_at_once() -> None:
     assert is_alarmed(serving(session, 4, 1.8))
 
 
-def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit_on() -> None:
+def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit() -> None:
     current = serving(decided_once().after_decision(OUTLOOK, 0.0, changed=True), 6, 1.8)
     assert not is_alarmed(current)
     assert current.replaced_at is None
@@ -74,7 +74,7 @@ def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit_on() -> None
 SPLIT = WindowSplit.of(np.ones((1, LAYERS, EXPERTS)), LIVE.placement, LIVE.log2phy_RLE, None, "tables")
 
 
-def test_a_plan_in_progress_is_tested_with_the_placement_that_it_leads_to() -> None:
+def test_a_plan_in_progress_is_tested_against_its_target_placement() -> None:
     decided = decided_once().after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
     assert not is_alarmed(serving(decided, 6, 1.2))
     changed = serving(decided, 8, 1.8)
@@ -97,7 +97,7 @@ def test_a_plan_in_progress_is_tested_with_the_placement_that_it_leads_to() -> N
     ],
     ids=["a change", "a burst", "a later change", "a change too recent to decide on"],
 )
-def test_a_plan_is_outdated_by_a_change_after_its_decision(findings: dict[str, Any], outdated: bool) -> None:
+def test_a_change_after_its_decision_makes_a_plan_stale(findings: dict[str, Any], outdated: bool) -> None:
     decided = decided_once().after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
     changed = serving(decided, 10, 1.8)
     weighed, answer = changed.begin_check().after_check(replace(OUTLOOK, **findings))
@@ -109,7 +109,7 @@ def test_a_plan_is_outdated_by_a_change_after_its_decision(findings: dict[str, A
     assert (ended.pace.due, ended.promise, ended.planned_split) == (outdated, None, None)
 
 
-def test_the_change_that_led_to_a_plan_does_not_outdate_it() -> None:
+def test_the_change_that_led_to_a_plan_does_not_make_it_stale() -> None:
     alarmed = serving(decided_once().after_decision(OUTLOOK, 0.0, changed=False), 6, 1.8)
     assert is_alarmed(alarmed)
     decided = alarmed.begin_decision(14).after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
@@ -118,7 +118,7 @@ def test_the_change_that_led_to_a_plan_does_not_outdate_it() -> None:
     assert later.begin_check().after_check(OUTLOOK)[1] is False
 
 
-def test_a_change_during_a_decision_outdates_its_plan() -> None:
+def test_a_change_during_a_decision_makes_its_plan_stale() -> None:
     deciding = serving(decided_once().after_decision(OUTLOOK, 0.0, changed=False), 24, 1.2).begin_decision(32)
     decided = serving(deciding, 8, 1.8).after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
     later = serving(decided, 8, 1.8)

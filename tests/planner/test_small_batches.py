@@ -57,7 +57,7 @@ def test_a_handful_of_tokens_moves_no_expert(busy: int) -> None:
     assert any("whole tokens, the change gains" in verdict.reason for verdict in solution.verdicts)
 
 
-def test_a_change_that_pays_is_also_applied_with_few_tokens() -> None:
+def test_a_change_that_pays_off_is_applied_even_with_few_tokens() -> None:
     solution = solve(routed(256, 16, 1.5), RANKS, SLOTS, placement=LINEAR.phy2log_LRS, threads=1)
     assert solution.moves > 0
     assert solution.par_after < 0.9 * solution.par_before
@@ -119,7 +119,7 @@ def test_a_window_of_few_steps_is_split_token_by_token() -> None:
     assert (len(Parts.of(longer).fit_TLE), len(Parts.of(longer).test_TLE)) == (10, 10)
 
 
-def test_layers_pay_individually_or_together() -> None:
+def test_layers_pay_off_individually_or_together() -> None:
     sure = HoldOutResult(np.full(64, 0.2), 0.01, 0.0)
     unsure = HoldOutResult(np.full(64, 0.05), 0.02, 0.0)
     losing = None

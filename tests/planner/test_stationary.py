@@ -50,7 +50,7 @@ def test_a_jump_of_the_heat_is_a_change_and_stationary_heat_is_not(since: int, t
 
 
 @pytest.mark.parametrize(("kind", "since"), [("bursty", 10), ("bursty", 16), ("drift", 10)])
-def test_bursts_and_drift_are_seldom_detected_as_a_change(kind: str, since: int) -> None:
+def test_bursts_and_drift_are_rarely_detected_as_changes(kind: str, since: int) -> None:
     heat_TLE = generate(kind, 4, 256, 1024, 0)
     ends = range(256, 1024, 16)
     assert sum(has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10

@@ -66,7 +66,7 @@ def test_a_layer_that_is_not_selected_stays_with_a_reason(before: LayerFigures, 
     assert verdict.us_seen is None
 
 
-def test_a_layer_stays_if_no_change_pays() -> None:
+def test_a_layer_stays_if_no_change_pays_off() -> None:
     verdict, change, _ = layer_outcome(figures(us=50.0), 0, result(KEEP))
     assert change is None
     assert verdict.reason == "kept: no change pays for its moves on held-out steps"

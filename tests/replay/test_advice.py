@@ -43,7 +43,7 @@ def skewed():
     return advised(SKEWED_TLE, 8, [4, 5, 6], Costs(step_ms=30))
 
 
-def test_balancing_pays_on_skewed_heat(skewed):
+def test_balancing_pays_off_on_skewed_heat(skewed):
     advice, (first, *_) = skewed
     assert advice.pays
     assert advice.par < advice.par_left_alone
@@ -102,7 +102,7 @@ def test_more_slots_must_gain_a_tenth_of_the_possible_gain():
     ],
     ids=["even heat", "few tokens", "expensive switches"],
 )
-def test_the_advice_gives_the_reason_if_balancing_does_not_pay(heat_TLE, ranks, slots, costs, reason):
+def test_the_advice_gives_the_reason_if_balancing_does_not_pay_off(heat_TLE, ranks, slots, costs, reason):
     advice, _ = advised(heat_TLE, ranks, [slots], costs)
     assert not advice.pays
     assert any(reason in text for text in advice.reasons)

@@ -89,9 +89,7 @@ def test_a_first_window_of_two_workloads_is_placed_for_the_newer_one(new: int) -
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=3))
-def test_the_steps_of_decisions_do_not_depend_on_the_steps_scored_at_a_time(
-    seed: int, lengths: list[int]
-) -> None:
+def test_decisions_fall_on_the_same_steps_for_any_scoring_batch_size(seed: int, lengths: list[int]) -> None:
     heat_TLE = workloads(FIRST, *lengths, seed=seed)
     _, one_by_one = replayed(heat_TLE, 1)
     assert replayed(heat_TLE, 16)[1] == one_by_one

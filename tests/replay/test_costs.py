@@ -75,7 +75,7 @@ def test_every_assumption_is_listed_with_its_source() -> None:
     assert "linear" in assumptions["cost_curve"].value
 
 
-def test_a_curve_and_a_stepwise_split_name_their_source() -> None:
+def test_the_sources_of_a_curve_and_of_a_stepwise_split_are_stated() -> None:
     fitted = replace(H200, fit=FitQuality(56, 14, 0.023, 0.05, 0.09))
     assumptions = assumptions_by_name(Costs(step_ms=30, curve=fitted), ("step_ms",))
     assert assumptions["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")

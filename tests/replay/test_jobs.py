@@ -58,7 +58,7 @@ def test_workers_return_the_result_of_one_process(file, executors):
     assert reported(single_process) == reported(replay_file(file, jobs, scene_for(4), **executors))
 
 
-def test_the_error_without_ray_gives_the_installation_command(file, monkeypatch):
+def test_a_missing_ray_is_reported_with_the_installation_command(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ReplayError, match=r"pip install 'ray>=2.30'"):
         replay_file(file, jobs_for(["none"], SETUPS, PlannerSettings()), scene_for(4), ray="local")
@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_is_reported(file):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 
-def test_abandoned_work_ends_its_processes():
+def test_abandoning_work_terminates_its_processes():
     children = set(multiprocessing.active_children())
     work = completed(time.sleep, [(0.0,), (600.0,)], workers=2)
     assert next(work) == (0, None)

@@ -47,7 +47,7 @@ def test_policy_none_keeps_the_initial_placement_and_the_fixed_tables():
     assert score.floor == pytest.approx(np.mean(floors_L))
 
 
-def test_each_decision_equals_the_planner_s_on_its_window():
+def test_each_decision_equals_the_planners_on_its_window():
     result = run(["deepseek"], settings=PlannerSettings(seed=2))
     settings = PlannerSettings(policy="deepseek", seed=2)
     placement = LINEAR
@@ -320,7 +320,7 @@ def test_each_step_is_read_once_and_in_order(policy):
 
 
 @pytest.mark.parametrize("slots", [4, 5, 6])
-def test_a_replay_starts_from_another_balancer_s_placement(slots):
+def test_a_replay_starts_from_a_different_balancers_placement(slots):
     raw_LRS = np.stack(
         [np.array([[0, 0, 1, 2, 3], [4, 5, 6, 7, 7], [8, 9, 10, 11, -1], [12, 13, 14, 15, 0]])] * 3
     )

@@ -57,7 +57,7 @@ def at_fixed_intervals(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndar
 CLOCK = f"{__name__}:at_fixed_intervals"
 
 
-def test_a_change_is_followed_sooner_than_at_fixed_intervals() -> None:
+def test_a_change_is_followed_sooner_than_with_fixed_intervals() -> None:
     on_change, by_clock = run(["flashlb", CLOCK])
     assert on_change.steps == by_clock.steps == len(HEAT_TLE) - 48
     assert on_change.par_realised < by_clock.par_realised - 0.02

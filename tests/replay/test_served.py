@@ -102,7 +102,7 @@ def test_a_replay_with_a_curve_reports_milliseconds(recorded):
     assert flashlb.saved_ms == pytest.approx(flashlb.moe_ms_left_alone - flashlb.moe_ms)
 
 
-def test_a_replay_deals_each_step_s_tokens_one_by_one(recorded):
+def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
     trace, _ = recorded
     settings = PlannerSettings(split="deal", deal_width=4)
     result = replay(trace, jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))

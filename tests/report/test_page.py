@@ -96,5 +96,5 @@ def test_the_report_of_an_interrupted_replay_says_that_it_stopped_early(html, re
     assert "stopped early" in report(replace(replayed, interrupted=True))
 
 
-def test_a_report_says_if_no_policy_helps():
+def test_a_report_says_that_no_policy_helps():
     assert "No policy does better than the initial placement" in report(small_replay(("none",)))

@@ -201,7 +201,7 @@ class World:
         return self.plans_done + (self.service.done if self.service else 0)
 
     def _look(self) -> None:
-        """Restart the engine if it has ended, and report a breach if a rank stopped for no good reason."""
+        """Restart the engine if it has exited, and report a breach if a rank stopped for no good reason."""
         engine = self.engine
         # An error between a vote's outcome and the install of its layer must end the engine. Other ranks may learn of
         # the error but not its reason.

@@ -1,6 +1,6 @@
 """Run the solver in plain Python, to detect negative indices and reads of uninitialised memory.
 
-In a compiled kernel, a negative index wraps round to the end of the array, even with bounds checking. A mistaken
+In a compiled kernel, a negative index wraps around to the end of the array, even with bounds checking. A mistaken
 negative index therefore goes unnoticed. This module rewrites every subscript of the solver so that it rejects negative
 numbers, except literal ones. It also fills uninitialised arrays with numbers that are invalid as indices.
 """
@@ -65,9 +65,9 @@ def guarded(source: str) -> ast.Module:
 def checked_index(index: Any) -> Any:
     """Return the index unchanged. Raises ``IndexError`` if it is or contains a negative number."""
     if isinstance(index, (int, np.integer)) and index < 0:
-        raise IndexError(f"index {index} wraps round")
+        raise IndexError(f"index {index} wraps around")
     if isinstance(index, np.ndarray) and index.dtype.kind == "i" and (index < 0).any():
-        raise IndexError(f"an index of {index} wraps round")
+        raise IndexError(f"an index of {index} wraps around")
     return index
 
 

@@ -51,7 +51,7 @@ def test_the_sums_of_an_assignment_match_its_slots(case: Case, seed: int) -> Non
 
 @SETTINGS
 @given(cases(most_ranks=5, most_slots=4), SEEDS, st.integers(1, 30))
-def test_the_sums_survive_any_changes(case: Case, seed: int, changes: int) -> None:
+def test_sums_stay_correct_after_any_changes(case: Case, seed: int, changes: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
     assignment = layer.assignment()
     for _ in range(changes):

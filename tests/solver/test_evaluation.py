@@ -75,7 +75,7 @@ def test_the_objective_equals_the_peak_to_average_ratio(case: Case, seed: int) -
 
 @SETTINGS
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans())
-def test_episodes_match_the_window_s(steps: int, episodes: int, whole: bool) -> None:
+def test_episodes_match_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
     heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
     heat_TLE = heat_TLE if whole else heat_TLE / 4
     expected_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))

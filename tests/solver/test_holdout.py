@@ -122,7 +122,7 @@ def test_the_recommended_action_has_the_lowest_cost(
 
 @settings(max_examples=60)
 @given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
-def test_recommendations_pay_on_the_held_out_half(
+def test_recommendations_pay_off_on_the_held_out_half(
     case: Case, tables: int, seed: int, min_gain: float
 ) -> None:
     assume(len(case.heat_NE) >= 4)

@@ -42,7 +42,9 @@ def test_a_cached_kernel_is_stamped_with_all_sources() -> None:
     assert _greedy_replicas._cache._cache_file._source_stamp == jit._stamp()
 
 
-def test_a_cache_of_another_version_counts_as_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_from_a_different_version_counts_as_empty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def of_another_version(_file: object) -> object:
         raise AttributeError("Can't get attribute 'Demand' on module 'eplb_core.solver.model'")
 
@@ -53,7 +55,7 @@ def test_a_cache_of_another_version_counts_as_empty(monkeypatch: pytest.MonkeyPa
     assert kernel(2, 3) == 5
 
 
-def test_an_edit_of_any_source_recompiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editing_any_source_triggers_recompilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "search.py"
     source.write_text("effort = 1\n")
     monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
@@ -108,7 +110,7 @@ def test_kernels_stay_within_their_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kernel_indices_never_wrap_round() -> None:
+def test_kernel_indices_never_wrap_around() -> None:
     """The uncompiled run catches negative indices, which bounds checking accepts."""
     assert run_process("-m", "tests.solver.plain_kernels") > 10
 
@@ -118,7 +120,7 @@ def test_the_guard_rejects_negative_indices() -> None:
     space = {"_checked_index": checked_index}
     exec(compile(guarded(source), "kernel", "exec"), space)
     assert space["last"](np.arange(4), 2)[:2] == (2, 3)
-    with pytest.raises(IndexError, match="wraps round"):
+    with pytest.raises(IndexError, match="wraps around"):
         space["last"](np.arange(4), np.int32(-1))
-    with pytest.raises(IndexError, match="wraps round"):
+    with pytest.raises(IndexError, match="wraps around"):
         checked_index(np.array([0, -2]))

@@ -105,7 +105,7 @@ def test_a_share_reaches_its_home_node_by_the_best_redirection(
             assert peaks[new_slot, partner] <= limit + rounding
 
 
-def test_equal_sources_exchange_replicas_so_that_both_are_at_home() -> None:
+def test_sources_with_equal_shares_swap_replicas_so_that_both_use_their_home_node() -> None:
     phy2log_RS = np.array([[0, 1], [2, 3], [0, 4], [5, 6]], dtype=np.int32)
     heat = episodes_of(np.ones((2, 7)), 4)
     log2phy_GE = np.array([[4, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7]], dtype=np.int32)

@@ -54,7 +54,7 @@ def test_the_same_seed_gives_the_same_placement() -> None:
     assert (searches[0] != searches[2]).any()
 
 
-def test_scenarios_keep_the_total_of_each_step_and_differ_from_the_mean() -> None:
+def test_scenarios_keep_each_steps_total_and_differ_from_the_mean() -> None:
     generator = np.random.default_rng(5)
     heat = heat_of(generator.integers(1, 60, (100, 12)).astype(float), 4)
     scaled_EN, share_N = _scenarios_of(heat)

@@ -144,7 +144,7 @@ def test_bursts_are_trimmed_and_drift_is_not() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
-def test_skewness_is_the_mean_of_the_experts(episodes: int, experts: int, seed: int, bursts: bool) -> None:
+def test_skewness_is_averaged_over_the_experts(episodes: int, experts: int, seed: int, bursts: bool) -> None:
     past = episodes_of((with_bursts_of if bursts else drifting)(episodes, experts, seed), RANKS)
     scaled_EN, share_N = as_floats(past)
     skewness = []

@@ -82,7 +82,7 @@ def test_a_torch_without_nccl_names_the_setting_to_change(monkeypatch: pytest.Mo
         _NcclGroup(dist.HashStore(), 1, 3, CPU)
 
 
-def test_nccl_connects_all_ranks_at_the_start_and_coalesces_exchanges(
+def test_nccl_connects_all_ranks_at_startup_and_coalesces_exchanges(
     library: type[FakeLibrary],
 ) -> None:
     group = _NcclGroup(dist.HashStore(), 1, 3, CPU)

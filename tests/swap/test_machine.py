@@ -41,7 +41,7 @@ def test_a_rejected_plan_names_its_reason(machine: SwitchState, plan: object, re
     assert reason in status.reason
 
 
-def test_a_plan_checked_against_an_outdated_placement_is_rejected() -> None:
+def test_a_plan_checked_against_a_stale_placement_is_rejected() -> None:
     """The epoch and digest match, but the moves may start from slots whose experts have changed."""
     after, (status,) = NEW.offer(PLAN, 0, FIRST.digest + 1)
     assert after.plan is None

@@ -127,7 +127,7 @@ def _idle_worker() -> TransferWorker:
     return TransferWorker(lanes, AgentSettings(), ByteBudget(None))
 
 
-def test_transfers_use_the_staging_reserved_at_the_start() -> None:
+def test_transfers_use_the_staging_reserved_at_startup() -> None:
     worker = _idle_worker()
     weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
     worker.reserve(weights, rows=3)
@@ -154,7 +154,7 @@ def test_layers_of_two_kinds_are_staged_side_by_side() -> None:
     assert staging.nbytes == 4 * 10
 
 
-def test_a_device_without_memory_for_staging_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_for_staging_fails_at_startup(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 

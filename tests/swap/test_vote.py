@@ -129,7 +129,7 @@ def test_a_vote_without_an_outcome_is_settled_by_the_register(progress, abort, c
     assert queries == ([] if result is VoteResult.NOTHING else [(VOTE, False)])
 
 
-def test_a_rank_adopts_the_highest_attempt_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_adopts_its_peers_highest_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.0)
     store: dict[str, str] = {}
     ahead = {1: b"+5", 2: b"+9"}

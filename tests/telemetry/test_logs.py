@@ -51,7 +51,7 @@ def test_a_terminal_gets_key_value_pairs_and_tracebacks_omit_local_variables(
     assert local_value not in text
 
 
-async def test_errors_of_abandoned_tasks_and_libraries_are_logged_at_a_bounded_rate(
+async def test_errors_from_abandoned_tasks_and_libraries_are_logged_at_a_bounded_rate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logs()

@@ -17,7 +17,7 @@ def check(name: str, code: str, seconds: float = 60) -> Check:
     return Check(name, [sys.executable, "-c", code], seconds)
 
 
-def test_a_machine_without_a_device_exits_with_2(monkeypatch, capsys):
+def test_the_exit_code_is_2_on_a_machine_without_a_device(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "npu", None, raising=False)
     assert main([]) == 2

@@ -18,7 +18,7 @@ HOSTILE = "\x1b[2J" + "x" * MAX_LINE
 CLEAN = (" [2J" + "x" * MAX_LINE)[:MAX_LINE]
 
 
-def test_texts_at_every_depth_are_cleaned_and_truncated() -> None:
+def test_strings_at_every_depth_are_cleaned_and_truncated() -> None:
     status = pb.DeploymentStatus(deployment="decode", problems=[HOSTILE, ""], last_decision=HOSTILE)
     report = checked_answer(pb.GetStatusResponse(status=status, agents=[pb.AgentStatus(error=HOSTILE)]))
     texts = (*report.status.problems, report.status.last_decision, report.agents[0].error)
@@ -46,7 +46,7 @@ def test_an_unknown_ratio_stays_nan() -> None:
     assert math.isnan(checked_answer(pb.GetBalanceResponse(points=[point])).points[0].par)
 
 
-def test_a_document_has_every_field_and_none_for_absent_ones() -> None:
+def test_a_document_has_every_field_and_none_for_missing_values() -> None:
     empty = as_document(pb.GetBalanceResponse())
     assert empty == {
         "points": [],

@@ -114,7 +114,7 @@ def test_the_heartbeat_interval_is_clamped_to_its_bounds(sent: float, interval: 
     assert decode_welcome(message).heartbeat_seconds == interval <= MAX_HEARTBEAT_SECONDS
 
 
-def test_another_protocol_version_raises_its_own_error() -> None:
+def test_a_different_protocol_version_raises_a_specific_error() -> None:
     with pytest.raises(ProtocolVersionError, match="speaks protocol version 7"):
         decode_welcome(agent_pb2.Welcome(protocol_version=7))
 

@@ -24,7 +24,7 @@ from eplb_lab.bench.peers.archives import (
 
 
 class _FlashLB:
-    """vLLM-Ascend's FlashLB with the defaults of its factory."""
+    """vLLM-Ascend's FlashLB with its factory's default settings."""
 
     def __init__(self) -> None:
         self._torch = _torch()

@@ -136,12 +136,12 @@ class MC2Limits:
         return 2 * (tokens * self.ranks * min(self.slots, choices) * row + 2 * _MEGABYTE)
 
     def check_step(self, tokens: int, choices: int) -> None:
-        """Raise ``ValueError`` if a step has too many tokens or choices, or its buffers exceed the configured size."""
+        """Raise ``ValueError`` if a step has too many tokens or choices, or needs larger buffers than configured."""
         max_tokens = 512 if self.variant.a3 else 256
         if tokens > max_tokens:
-            self._reject(f"takes at most {max_tokens} tokens per rank, including padding, got {tokens}")
+            self._reject(f"supports at most {max_tokens} tokens per rank, including padding, got {tokens}")
         if choices > _MAX_CHOICES:
-            self._reject(f"takes at most {_MAX_CHOICES} choices per token, got {choices}")
+            self._reject(f"supports at most {_MAX_CHOICES} choices per token, got {choices}")
         required = -(-self.buffer(tokens, choices) // _MEGABYTE)
         configured = self.variant.buffer_megabytes or 0
         if required > configured:
@@ -243,7 +243,7 @@ class MC2Dispatcher:
 
 
 def _widened(rows_NH: torch.Tensor, width: int) -> torch.Tensor:
-    """Append columns of zeros up to ``width``."""
+    """Pad the rows with zeros up to ``width`` columns."""
     missing = width - rows_NH.shape[1]
     return pad(rows_NH, (0, missing)) if missing else rows_NH
 

@@ -72,7 +72,7 @@ def npu_grouped_matmul(
     quantized = rows_NK.dtype == torch.int8
     require(
         quantized == (scale is not None and per_token_scale is not None),
-        f"scale and per_token_scale are required for int8 rows and only for them, got {rows_NK.dtype} rows",
+        f"scale and per_token_scale are required for int8 rows and not allowed otherwise, got {rows_NK.dtype} rows",
     )
     require(not quantized or bias is None, "int8 rows do not support a bias")
     counts_G = GroupListType(group_list_type).counts(group_list)
@@ -102,7 +102,7 @@ def npu_grouped_matmul(
 def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
     """Return the exact product of int8 matrices as float64, like hardware that accumulates in int32.
 
-    Blocks of ``_EXACT_COLUMNS`` columns are multiplied in float32, which is exact at that size, and converting to
+    Blocks of ``_EXACT_COLUMNS`` columns are multiplied in float32. This is exact at that size, and converting to
     float32 is cheaper than converting to float64.
     """
     blocks = zip(rows_NK.split(_EXACT_COLUMNS, 1), matrix_KM.split(_EXACT_COLUMNS), strict=True)
@@ -111,7 +111,7 @@ def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tens
 
 
 def _fused_product_supports(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
-    """Return True if torch has one kernel for all groups.
+    """Return True if torch has a kernel that multiplies all groups in one call.
 
     The kernel multiplies bfloat16 matrices whose rows are multiples of 16 bytes.
     """
@@ -272,7 +272,9 @@ def npu_moe_init_routing_v2(
     require(quant_mode in list(QuantMode), f"quant_mode must be -1 (none) or 1 (dynamic), got {quant_mode}")
     require(row_idx_type == 0, f"row_idx_type must be 0 (row of each choice), got {row_idx_type}")
     first, end = active_expert_range
-    require(scale is None or quant_mode == QuantMode.NONE, "scale is for rows that are quantised already")
+    require(
+        scale is None or quant_mode == QuantMode.NONE, "scale requires quant_mode -1 (rows already quantised)"
+    )
     require(
         0 <= first < end <= expert_num,
         f"active_expert_range must be within 0..{expert_num}, got {active_expert_range}",

@@ -21,7 +21,7 @@ from tests.control.fake_group import LAYERS, RANKS, SLOTS, first_placement, hell
 
 OUTLOOK = Outlook(Promise(np.zeros(0), np.zeros(0), np.zeros(0), 0))
 CHANGE = 100
-"""Step from which rank 0 receives three times as many tokens."""
+"""Step at which rank 0 begins to receive three times as many tokens."""
 
 
 def new_deployment() -> Deployment:
@@ -148,7 +148,7 @@ def test_the_second_plan_in_a_row_cannot_be_called_off_before_its_first_commit()
     assert deployment.may_call_off
 
 
-def test_steps_that_wait_for_assembly_are_tested_for_a_change() -> None:
+def test_steps_pending_assembly_are_tested_for_a_change() -> None:
     deployment = new_deployment()
     report(deployment, 0, 16)
     deployment.assemble_steps()

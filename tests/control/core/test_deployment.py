@@ -36,7 +36,7 @@ def version(story: Story) -> tuple[int, int]:
 # Disagreement between the ranks and the service
 
 
-def test_ranks_that_agree_on_another_epoch_are_asked_for_a_new_hello(story: Story) -> None:
+def test_ranks_that_agree_on_a_different_epoch_are_asked_for_a_new_hello(story: Story) -> None:
     story.joins()
     for rank in range(RANKS - 1):
         assert story.heartbeat(rank, 5, 55) == []
@@ -271,7 +271,7 @@ def test_heartbeats_without_statuses_are_enough_to_commit_layers(story: Story) -
     assert outcome_of(story) is Outcome.DONE
 
 
-def test_a_layer_committed_under_another_epoch_is_ignored(story: Story) -> None:
+def test_a_layer_committed_under_a_different_epoch_is_ignored(story: Story) -> None:
     """The placement is correct, but heat would be read under the wrong epoch."""
     story.joins()
     ((epoch, digest),) = story.offers(0).versions

@@ -109,7 +109,7 @@ def test_ranks_with_different_layer_epochs_are_rejected(story: Story) -> None:
 @pytest.mark.parametrize(
     ("group_id", "width"), [(LAST.group_id, 7), ("second", 7), ("second", LAST.shape.width)]
 )
-def test_a_rank_with_another_shape_or_group_id_does_not_displace_a_member(story, group_id, width) -> None:
+def test_a_rank_with_a_different_shape_or_group_id_does_not_displace_a_member(story, group_id, width) -> None:
     hello = replace(LAST, group_id=group_id, shape=replace(LAST.shape, width=width))
     with pytest.raises(ConflictError, match=r"differs in shape|does not belong to the group"):
         story.deployment.hello(hello)

@@ -95,7 +95,7 @@ def test_rank_loads_are_relative_to_the_layer_mean_over_the_newest_steps() -> No
 
 
 @pytest.mark.parametrize("seconds", [10, MAX_POINTS, 3 * MAX_POINTS, 100_000])
-def test_balance_points_are_few_and_evenly_spaced_from_the_start_until_now(seconds: int) -> None:
+def test_balance_points_are_few_and_evenly_spaced_over_the_whole_history(seconds: int) -> None:
     series = BalanceSeries(interval=1.0)
     for second in range(seconds):
         series.add(BalancePoint(1000.0 + second, 1.0, 1.05, math.nan, second))
@@ -259,7 +259,7 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
 
 
 @pytest.mark.parametrize("routed_by_tables", [True, False])
-def test_tokens_in_slots_that_no_table_names_are_a_problem(routed_by_tables: bool) -> None:
+def test_tokens_in_slots_that_are_in_no_table_are_a_problem(routed_by_tables: bool) -> None:
     story = Story()
     story.deployment.limits = replace(story.deployment.limits, routed_by_tables=routed_by_tables)
     story.joins()

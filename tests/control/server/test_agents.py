@@ -72,7 +72,7 @@ async def test_the_first_error_of_a_stream_is_raised_and_its_other_tasks_are_can
 
 
 class _Plane:
-    """A control plane that records its calls and that three times has complete steps to assemble."""
+    """A control plane that records its calls and has complete steps for the first three calls of ``assemble_steps``."""
 
     settings = SimpleNamespace(heartbeat_seconds=2.0)
 
@@ -87,7 +87,7 @@ class _Plane:
         self.calls.append("report")
 
 
-async def test_waiting_steps_are_assembled_in_portions_before_the_next_report() -> None:
+async def test_pending_steps_are_assembled_in_batches_before_the_next_report() -> None:
     """Otherwise, a report that pushes pending steps out of the ring would assemble all of them at once."""
     plane = _Plane()
     live = live_of(first_placement())

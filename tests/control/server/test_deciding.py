@@ -143,7 +143,7 @@ async def test_a_trace_is_a_prior_only_for_ranks_without_committed_layers(tmp_pa
             assert not deployment.may_begin
 
 
-async def test_a_prior_of_another_model_is_a_problem_and_leads_to_no_plan(tmp_path: Path) -> None:
+async def test_a_prior_from_a_different_model_is_a_problem_and_leads_to_no_plan(tmp_path: Path) -> None:
     trace = tmp_path / "other.npz"
     np.savez(trace, heat=np.ones((4, LAYERS + 1, EXPERTS), dtype=np.int32))
     async with (
@@ -173,7 +173,7 @@ def test_invalid_prior_settings_are_rejected(text: str, why: str) -> None:
         Priors(text, 16)
 
 
-async def test_an_unreadable_prior_trace_is_rejected_at_the_start(tmp_path: Path) -> None:
+async def test_an_unreadable_prior_trace_is_rejected_at_startup(tmp_path: Path) -> None:
     trace = tmp_path / "notes.npz"
     trace.write_text("no trace")
     with pytest.raises(SettingsError, match=r"setting prior: .*notes"):

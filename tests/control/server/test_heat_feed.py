@@ -47,7 +47,7 @@ def deployment_of(service: RunningService) -> Deployment:
 
 
 async def reporting_requests(group: FakeGroup) -> list[tuple[bool, int]]:
-    """Return each rank's next reporting request: if it asks for source sums, and n if it asks for one in n reports."""
+    """Return each rank's next reporting request: whether it asks for source sums, and n for one in n reports."""
     messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
     return [(message.reporting.source_sums, message.reporting.one_in) for message in messages]
 

@@ -144,7 +144,7 @@ async def test_a_token_in_plain_text_from_another_host_is_rejected(monkeypatch: 
         assert (await get(service.metrics_address, "/api/v1/deployments")).status == 401
 
 
-async def test_requests_for_another_host_name_are_rejected(service: RunningService) -> None:
+async def test_requests_for_a_different_host_name_are_rejected(service: RunningService) -> None:
     address = service.metrics_address
     path = "/api/v1/deployments"
     assert (await get(address, path, Host="rebound.example")).status == 403

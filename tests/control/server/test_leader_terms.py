@@ -71,7 +71,7 @@ def test_the_holder_can_always_renew() -> None:
     assert Claim().followed_by(10, HELD).may_be_taken(1000, "a")
 
 
-def test_a_rival_waits_from_the_last_change_that_it_observed() -> None:
+def test_a_rivals_wait_starts_at_the_last_change_that_it_observed() -> None:
     claim = Claim().followed_by(10, HELD).followed_by(20, HELD)
     assert not claim.may_be_taken(25, "b")
     assert claim.may_be_taken(25.1, "b")

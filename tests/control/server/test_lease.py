@@ -235,7 +235,7 @@ def test_only_the_leading_pod_is_labelled(
 
 
 @pytest.mark.parametrize("code", [401, 403, 500])
-def test_errors_of_the_api_server_are_reported(
+def test_api_server_errors_are_reported(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease], code: int
 ) -> None:
     api.failing = code

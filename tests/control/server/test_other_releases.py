@@ -40,7 +40,9 @@ def as_next_release(_kind: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("convert", [as_previous_release, as_next_release])
-async def test_ranks_of_another_release_are_balanced(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_with_a_different_release_are_balanced(
+    convert: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     say = FakeRank.say
 
     async def say_converted(self: FakeRank, **message: Any) -> None:
@@ -70,7 +72,7 @@ async def test_ranks_of_another_release_are_balanced(convert: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("extension", [b"", NEWER_FIELD], ids=["previous", "next"])
-def test_an_agent_understands_a_service_of_another_release(extension: bytes) -> None:
+def test_an_agent_understands_a_service_from_a_different_release(extension: bytes) -> None:
     welcome = agent_pb2.Welcome(
         protocol_version=PROTOCOL_VERSION, service_version="other", report_steps=16, heartbeat_seconds=2.0
     )

@@ -122,7 +122,7 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
 
 
 @in_browser
-def test_text_of_the_service_is_never_rendered_as_html(tmp_path: Path) -> None:
+def test_text_from_the_service_is_never_rendered_as_html(tmp_path: Path) -> None:
     def hostile(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: hostile(content) for key, content in value.items()}

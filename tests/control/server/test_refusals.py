@@ -198,7 +198,7 @@ async def test_concurrent_rebalance_calls_share_one_decision(
     assert first.plan_id == second.plan_id > 0
 
 
-async def test_a_second_agent_with_the_same_rank_and_another_group_id_is_rejected(
+async def test_a_second_agent_with_the_same_rank_and_a_different_group_id_is_rejected(
     service: RunningService, group: FakeGroup
 ) -> None:
     code, text = await rejection_of(FakeRank(group.channel, 2), hello=hello_of(LIVE, 2, group_id="second"))

@@ -152,7 +152,7 @@ def test_a_store_that_becomes_read_only_is_reported(
     assert failures.retry() == ""
 
 
-def test_a_read_only_store_is_rejected_at_the_start_in_one_line(
+def test_a_read_only_store_is_rejected_at_startup_in_one_line(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Store(path).close()

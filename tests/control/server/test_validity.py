@@ -33,7 +33,7 @@ def test_the_validity_of_a_certificate_is_read_from_its_file(authority: Authorit
     assert validity.ends - validity.begins == pytest.approx(days * DAY, abs=2)
 
 
-def test_a_chain_expires_with_its_first_certificate_to_expire(authority: Authority) -> None:
+def test_a_chain_expires_with_its_first_expiring_certificate(authority: Authority) -> None:
     leaf, _ = authority.sign("localhost", days=9)
     chain = leaf.read_bytes() + authority.ca.read_bytes()
     assert first_to_expire(chain) == first_to_expire(authority.ca.read_bytes())

@@ -194,7 +194,7 @@ async def carry_out_one_plan(service: RunningService, group: FakeGroup) -> Worth
     return worth
 
 
-async def test_a_single_plan_measures_no_gain_and_shows_no_milliseconds(
+async def test_no_gain_and_no_milliseconds_are_shown_after_a_single_plan(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worth = await carry_out_one_plan(service, group)

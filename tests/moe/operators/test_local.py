@@ -151,7 +151,9 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
     for row, group in enumerate([0, 0, 1, 1, 1]):
         product_M = rows_NK[row].long() @ weight_GKM[group].long()
         torch.testing.assert_close(out_NM[row], product_M * scale_GM[group] * scale_N[row])
-    with pytest.raises(ValueError, match=r"required for int8 rows and only for them, got torch\.int8"):
+    with pytest.raises(
+        ValueError, match=r"required for int8 rows and not allowed otherwise, got torch\.int8"
+    ):
         product(*given)
 
 
