@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 Mode: TypeAlias = Literal["observe", "policy", "full"]
 """How much of the balancing the agent does inside an engine.
@@ -45,11 +45,8 @@ def requested_mode(environment: Mapping[str, str] = os.environ) -> Mode | None:
     mode = environment.get("EPLB_AGENT_MODE", "").strip().lower()
     if not mode:
         return "full" if has_service else None
-    for known in get_args(Mode):
-        if mode == known:
-            if known == "full" and not has_service:
-                raise ValueError(
-                    "EPLB_AGENT_MODE=full needs a service; set EPLB_AGENT_SERVICE to its host:port"
-                )
-            return known
-    raise ValueError(f"EPLB_AGENT_MODE is {mode!r}; set it to observe, policy or full")
+    if mode not in get_args(Mode):
+        raise ValueError(f"EPLB_AGENT_MODE is {mode!r}; set it to observe, policy or full")
+    if mode == "full" and not has_service:
+        raise ValueError("EPLB_AGENT_MODE=full needs a service; set EPLB_AGENT_SERVICE to its host:port")
+    return cast(Mode, mode)

@@ -382,7 +382,7 @@ def decode_hello(message: agent_pb2.Hello) -> Hello:
     WireError
         If a field is invalid.
     """
-    _check_protocol(message.protocol_version, "the agent")
+    check_protocol(message.protocol_version, "the agent")
     ranks = check_count(message.ep_size, "hello.ep_size", fields.MAX_RANKS + 1, least=1)
     return decode(Hello, message, {"ranks": ranks})
 
@@ -392,11 +392,11 @@ def decode_welcome(message: agent_pb2.Welcome) -> Welcome:
 
     Raises the same errors as ``decode_hello``.
     """
-    _check_protocol(message.protocol_version, "the service")
+    check_protocol(message.protocol_version, "the service")
     return decode(Welcome, message)
 
 
-def _check_protocol(version: int, peer: str) -> None:
+def check_protocol(version: int, peer: str) -> None:
     """Raise ``ProtocolVersionError`` if the peer's version differs from this side's."""
     if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(

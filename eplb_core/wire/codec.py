@@ -408,11 +408,15 @@ def in_parts(request: agent_pb2.ConnectRequest) -> Iterator[agent_pb2.ConnectReq
     if request.ByteSize() <= PART_BYTES:
         yield request
         return
-    serialized = request.SerializeToString()
+    for part in parts_of(request.SerializeToString()):
+        yield agent_pb2.ConnectRequest(part=part)
+
+
+def parts_of(serialized: bytes) -> Iterator[agent_pb2.Part]:
+    """Yield the parts of a serialized request in order; see ``in_parts``."""
     for begin in range(0, len(serialized), PART_BYTES):
         data = serialized[begin : begin + PART_BYTES]
-        bytes_left = len(serialized) - begin - len(data)
-        yield agent_pb2.ConnectRequest(part=agent_pb2.Part(data=data, bytes_left=bytes_left))
+        yield agent_pb2.Part(data=data, bytes_left=len(serialized) - begin - len(data))
 
 
 class Parts:
@@ -449,10 +453,14 @@ class Parts:
 
     def request(self) -> agent_pb2.ConnectRequest:
         """Assemble the request; raises ``WireError`` if the data is not a valid request or is itself a part."""
-        try:
-            request = agent_pb2.ConnectRequest.FromString(bytes(self._data))
-        except DecodeError as error:
-            raise WireError("the parts of the request do not form a valid request") from error
+        request: agent_pb2.ConnectRequest = self.message(agent_pb2.ConnectRequest)
         if request.WhichOneof("message") == "part":
             raise WireError("the parts of the request form another part; parts cannot be nested")
         return request
+
+    def message(self, kind: Any) -> Any:
+        """Assemble a message of the given type; raises ``WireError`` if the data is not valid."""
+        try:
+            return kind.FromString(bytes(self._data))
+        except DecodeError as error:
+            raise WireError("the parts of the request do not form a valid request") from error

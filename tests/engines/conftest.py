@@ -42,7 +42,7 @@ def make_agent_site(folder):
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), *sources], check=True)
     built = list(map(str, wheels.glob("*.whl")))
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), *built], check=True)
-    for module in ("vllm_on_cpu.py", "commit_without_weights.py"):
+    for module in ("vllm_on_cpu.py", "commit_without_weights.py", "measure_eplb.py"):
         shutil.copy(HERE / module, site)
     shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")
     add_shim(site, "eplb_cpu_host", SHIM)

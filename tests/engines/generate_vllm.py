@@ -31,17 +31,16 @@ async def generate(model, options):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=8,
-        enforce_eager=True,
-        seed=0,
-        disable_log_stats=True,
-        **options.get("engine", {}),
-    )
+    settings = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    arguments = AsyncEngineArgs(model=model, **(settings | options.get("engine", {})))
     engine = AsyncLLM.from_engine_args(arguments)
     print("READY", flush=True)
     sampling = SamplingParams(

@@ -1,6 +1,7 @@
 """Write a tiny random checkpoint (3 layers, 8 experts) to a directory. Runs in an engine's environment.
 
-``python make_checkpoint.py FOLDER [llama4]`` writes a Qwen3-MoE with top-2 routing, or a Llama 4 with top-1 routing.
+``python make_checkpoint.py FOLDER [llama4|many]`` writes a Qwen3-MoE with top-2 routing, a Llama 4 with top-1 routing,
+or a Qwen3-MoE with 4 layers, 32 experts and top-4 routing, whose popularity differs by layer.
 """
 
 import sys
@@ -18,8 +19,13 @@ if "llama4" in sys.argv:
     config = Llama4TextConfig(**shared, **sizes, **whole_attention, num_experts_per_tok=1)
     model = Llama4ForCausalLM(config)
 else:
-    sizes = {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 8}
-    config = Qwen3MoeConfig(**shared, **sizes, num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[])
+    experts, choices = (32, 4) if "many" in sys.argv else (8, 2)
+    if "many" in sys.argv:
+        shared |= {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": experts}
+    config = Qwen3MoeConfig(
+        **shared, **sizes, num_experts_per_tok=choices, norm_topk_prob=True, mlp_only_layers=[]
+    )
     model = Qwen3MoeForCausalLM(config)
 with torch.no_grad():
     for name, parameter in model.to(torch.bfloat16).named_parameters():

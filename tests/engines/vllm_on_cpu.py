@@ -22,10 +22,44 @@ def register() -> None:
     _routers_map_and_record()
     _runner_builds_eplb_state()
     _communicator_gathers_uneven_parts()
+    _own_eplb_runs()
+    if os.environ.get("EPLB_TEST_MEASURE"):
+        from measure_eplb import measure_vllm
+
+        measure_vllm()
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
         from commit_without_weights import commit_without_weights
 
         commit_without_weights()
+
+
+def _own_eplb_runs() -> None:
+    """Add the streams and events that vLLM's own EPLB uses, because CPU builds of torch have none."""
+    from vllm.distributed.eplb import eplb_state
+
+    class Stream:
+        def synchronize(self):
+            pass
+
+    class Event:
+        def __init__(self, *arguments, **named):
+            pass
+
+        def record(self, *arguments, **named):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 0.0
+
+    class TorchWithEvents:
+        def __getattr__(self, name):
+            return Event if name == "Event" else getattr(torch, name)
+
+    torch.accelerator.current_stream = lambda *_, **__: Stream()
+    eplb_state.torch = TorchWithEvents()
 
 
 def _fork() -> None:

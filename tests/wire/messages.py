@@ -30,6 +30,7 @@ from eplb_core.wire.agent import (
     decode_welcome,
 )
 from eplb_core.wire.codec import decode, encode, pack
+from eplb_core.wire.engine import DecideRequest, decode_decide_request
 from eplb_core.wire.fields import (
     MAX_BYTES,
     MAX_DIGEST,
@@ -218,6 +219,23 @@ def switched_layers(draw: st.DrawFn) -> wire.SwitchedLayer:
     return wire.SwitchedLayer(draw(st.integers(0, SHAPE.layers - 1)), draw(VERSIONS), phy2log_RS, table_RE)
 
 
+@st.composite
+def decide_requests(draw: st.DrawFn) -> DecideRequest:
+    parts = draw(st.integers(1, 4))
+    counts = st.integers(0, 1 << 20)
+    slots = st.integers(0, SHAPE.experts - 1)
+    return DecideRequest(
+        deployment=draw(NAMES),
+        ranks=SHAPE.ranks,
+        nodes=draw(st.integers(1, 4096)),
+        experts=SHAPE.experts,
+        heat_NLE=draw(hnp.arrays(np.int32, (parts, SHAPE.layers, SHAPE.experts), elements=counts)),
+        phy2log_LP=draw(hnp.arrays(np.int32, (SHAPE.layers, SHAPE.ranks * SHAPE.slots), elements=slots)),
+        split=draw(TEXTS),
+        sum_only=draw(st.booleans()),
+    )
+
+
 REPORTINGS = st.builds(Reporting, st.booleans(), st.integers(1, MAX_BLOCKS), st.integers(0, MAX_REPORT_STEPS))
 KINDS: dict[str, Kind] = {
     "hello": Kind(
@@ -304,6 +322,20 @@ KINDS: dict[str, Kind] = {
             "layer": (3, 1 << 31),
             "physical_to_logical": (*_WRONG_SHAPES, packed(SHAPE.ranks, SHAPE.slots)),
             "log2phy": (*_WRONG_SHAPES, packed(SHAPE.ranks, SHAPE.experts, value=99)),
+        },
+    ),
+    "decide": Kind(
+        agent_pb2.DecideRequest,
+        decide_requests(),
+        decode_decide_request,
+        {
+            "split": (_CONTROL, _LONG),
+            "sum_only": ACCEPTED,
+            "ranks": (0, 4, 1 << 20),
+            "nodes": (0, 1 << 20),
+            "experts": (0, 5, 1 << 20),
+            "heat": (*_WRONG_SHAPES, packed(1, SHAPE.layers, SHAPE.experts, value=-1), packed(1025, 3, 4)),
+            "physical_to_logical": (*_WRONG_SHAPES, packed(SHAPE.layers, 5), packed(2, 6)),
         },
     ),
     "placement": Kind(

@@ -15,6 +15,7 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.figures import Int64
 from worker_agent.policy.parts import parts_of_window, without_copies
+from worker_agent.policy.service import service_decision
 from worker_agent.policy.vllm import require_planner
 from worker_agent.settings import AgentSettings
 
@@ -76,7 +77,8 @@ def _join(*_: Any, **__: Any) -> None:
         _log.warning("elastic expert parallelism is enabled, so SGLang's own algorithm decides")
         return
     split = TABLES if get_exec().moe.ep_dispatch_algorithm == "static" else EVEN
-    _agreements[:] = [Agreement(get_parallel().tp_group.cpu_group, split)]
+    remote = service_decision(AgentSettings(), split)
+    _agreements[:] = [Agreement(get_parallel().tp_group.cpu_group, split, remote)]
 
 
 def rebalance_experts(
@@ -106,8 +108,8 @@ def rebalance_experts(
     """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-    def by_sglang() -> Any:
-        return original(
+    def by_sglang() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        maps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = original(
             tokens_per_expert=tokens_per_expert,
             num_physical_experts=num_physical_experts,
             num_local_physical_experts=num_local_physical_experts,
@@ -115,6 +117,7 @@ def rebalance_experts(
             num_nodes=num_nodes,
             algorithm=algorithm,
         )
+        return maps
 
     metadata = get_global_expert_location_metadata()
     if not _agreements or metadata is None or not bool(tokens_per_expert.any()):

@@ -15,6 +15,7 @@ from eplb_core.planner.settings import EVEN
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.parts import parts_of_window, without_copies
+from worker_agent.policy.service import service_decision
 from worker_agent.settings import AgentSettings
 
 _log = logging.getLogger("eplb.agent")
@@ -182,7 +183,7 @@ def _join(state: Any) -> Agreement | None:
     if getattr(state.parallel_config, "enable_elastic_ep", False):
         _log.warning("elastic expert parallelism is enabled, so vLLM's own policy decides")
         return None
-    return Agreement(get_eplb_group().cpu_group, EVEN)
+    return Agreement(get_eplb_group().cpu_group, EVEN, service_decision(AgentSettings(), EVEN))
 
 
 def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 
 from eplb_core.wire.agent import Heartbeat, Hello, PlanStatus, Welcome, decode_hello
-from eplb_core.wire.codec import Parts, decode, encode
+from eplb_core.wire.codec import Parts, decode, encode, pack
+from eplb_core.wire.engine import decode_decide_request
 from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_core.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
@@ -47,7 +48,7 @@ work."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """Implementation of ``AgentService``, whose only call is ``Connect``."""
+    """Implementation of ``AgentService``."""
 
     def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
@@ -72,6 +73,22 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             )
         finally:
             self._plane.release(deployment, hello.rank, stream)
+
+    async def Decide(self, request_iterator: AsyncIterator[agent_pb2.Part], context: Any) -> None:  # noqa: ARG002
+        """Decide for a group whose engine moves the weights itself."""
+        caller = CALLER.get()
+        first = await _next_part(context, _HELLO_SECONDS)
+        parts = Parts(first)
+        max_bytes = self._plane.settings.max_message_bytes
+        if parts.size > max_bytes:
+            raise _too_large(parts.size, max_bytes)
+        async with self._quotas.large_requests.turn(caller.host):
+            while not parts.complete:
+                parts.add(await _next_part(context, _WHOLE_SECONDS))
+            request = await asyncio.to_thread(decode_decide_request, parts.message(agent_pb2.DecideRequest))
+            caller.credential.check_reach(request)
+            placement = await self._plane.decider.place_for_engine(request)
+            await context.write(agent_pb2.DecideResponse(physical_to_logical=pack(placement)))
 
     async def _read_hello(self, inbox: _Inbox, host: str) -> Hello:
         async with inbox.next(_HELLO_SECONDS) as first:
@@ -137,7 +154,10 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
     connect = grpc.stream_stream_rpc_method_handler(
         service.Connect, agent_pb2.ConnectRequest.FromString, _as_bytes
     )
-    return grpc.method_handlers_generic_handler(AGENT_SERVICE, {"Connect": connect})
+    decide = grpc.stream_stream_rpc_method_handler(
+        service.Decide, agent_pb2.Part.FromString, agent_pb2.DecideResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(AGENT_SERVICE, {"Connect": connect, "Decide": decide})
 
 
 @dataclass(frozen=True)
@@ -166,9 +186,7 @@ class _Inbox:
             return
         parts = Parts(message.part)
         if parts.size > self._max_bytes:
-            raise ExhaustedError(
-                f"a request of {parts.size} bytes exceeds the {self._max_bytes} bytes that max_message_bytes allows"
-            )
+            raise _too_large(parts.size, self._max_bytes)
         async with self._quotas.large_requests.turn(self._host):
             try:
                 await asyncio.wait_for(self._complete(parts), _WHOLE_SECONDS)
@@ -194,6 +212,23 @@ class _Inbox:
         except asyncio.TimeoutError:
             raise _silence_error(seconds or 0.0) from None
         return None if message == grpc.aio.EOF else message
+
+
+async def _next_part(context: Any, seconds: float) -> agent_pb2.Part:
+    """Return the next part of a ``Decide`` request, which must arrive within ``seconds``."""
+    try:
+        part: agent_pb2.Part = await asyncio.wait_for(context.read(), seconds)
+    except asyncio.TimeoutError:
+        raise _silence_error(seconds) from None
+    if part == grpc.aio.EOF:
+        raise WireError("the request ended before its last part")
+    return part
+
+
+def _too_large(size: int, max_bytes: int) -> ExhaustedError:
+    return ExhaustedError(
+        f"a request of {size} bytes exceeds the {max_bytes} bytes that max_message_bytes allows"
+    )
 
 
 def _as_bytes(response: agent_pb2.ConnectResponse | bytes) -> bytes:

@@ -12,19 +12,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from eplb_core.planner.counterfactual import Served
 from eplb_core.planner.decision import check, decide, evaluate_gain, price_time
+from eplb_core.planner.engine_decision import place_for_engine
 from eplb_core.planner.plan import Outlook, Plan
 from eplb_core.planner.settings import PlannerSettings
 from eplb_core.planner.topology import Topology
 from eplb_core.solver.warmup import warm_up
 from eplb_core.wire.agent import CallOff
+from eplb_core.wire.engine import DecideRequest
+from eplb_core.wire.fields import WireError
 from eplb_core.wire.plan import SharedPlan
 from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.errors import ConflictError, ExhaustedError
 from eplb_service.control.core.group import Group
 from eplb_service.control.core.health import recent_step_count
 from eplb_service.control.core.plan_tracker import PlanTracker
@@ -176,6 +181,25 @@ class Decider:
             deployment.begin_first_plan()
         self._running[name] = asyncio.create_task(self._decide(deployment, prior))
         return self._running[name]
+
+    async def place_for_engine(self, request: DecideRequest) -> npt.NDArray[np.int64]:
+        """Return a placement for an engine that moves the weights itself, int64 ``[L, P]``.
+
+        Raises ``WireError`` if the request contradicts itself, and ``ExhaustedError`` if the decision takes too long.
+        """
+        await self._warm.wait()
+        name = f"engine of {request.deployment}"
+        if not self.may_decide(name):
+            raise ExhaustedError("a decision that timed out is still being computed; retry later")
+        async with self._turns:
+            try:
+                placement = await self._compute_in_time(name, _place_for_engine, request, self._settings)
+            except ValueError as error:
+                raise WireError(f"decide: {error}") from error
+            except asyncio.TimeoutError:
+                raise ExhaustedError(f"the decision timed out after {self._deadline:g} s") from None
+        _log.info("engine_decision", deployment=request.deployment, layers=len(placement))
+        return placement
 
     def drop(self, name: str) -> None:
         """Cancel all work for a deployment."""
@@ -421,3 +445,11 @@ def _encode_plan(
     tables = [update.log2phy_RE for update in solved.layers]
     groups = topology.token_groups_R.tolist()
     return plan, SharedPlan(plan.rank_plan(leader_term, 0, groups), tables)
+
+
+def _place_for_engine(request: DecideRequest, settings: PlannerSettings) -> npt.NDArray[np.int64]:
+    """Decide with the service's settings, but with the engine's split."""
+    settings = replace(settings, split=request.split, fitted_curve=False)
+    if request.sum_only:
+        settings = replace(settings, move_price=0.0)
+    return place_for_engine(request.heat_NLE, request.phy2log_LP, request.ranks, request.nodes, settings)

@@ -1,0 +1,81 @@
+"""Tests that real engines give the same answers while the planner decides inside their own EPLB.
+
+The figures of the engine's own policy are measured in the same engine with the same requests.
+"""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.engines.conftest import made_checkpoint
+from tests.engines.engine_checks import check_same_answers
+from tests.engines.environments import VLLM_032, python_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+WINDOW = 32
+LOAD = {"requests": 24, "max_tokens": 48, "rounds": 6}
+FOUR_RANKS = {
+    "tensor_parallel_size": 4,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "max_num_seqs": 24,
+    "eplb_config": {
+        "num_redundant_experts": 8,
+        "use_async": False,
+        "window_size": WINDOW,
+        "step_interval": WINDOW,
+        "communicator": "torch_gloo",
+    },
+}
+MAX_IMBALANCE_OVER_OWN = 0.03
+"""Difference between runs of the same policy, because windows are short."""
+MAX_SHARE_FETCHED = 1 / 3
+
+
+@pytest.fixture(scope="session")
+def many_experts(tmp_path_factory):
+    """A checkpoint with 32 experts and skewed routers."""
+    return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
+
+
+def warm(engine, site):
+    """Compile the planner's kernels for the engine's Python, so that its first decision does not come too late."""
+    code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
+    subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
+
+
+def figures(path):
+    """Return the mean imbalance after the first rearrangement, if measured, and the experts fetched in each."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    fetched = [line["fetched"] for line in lines if "fetched" in line]
+    first = next(index for index, line in enumerate(lines) if "fetched" in line)
+    imbalance = [line["imbalance"] for line in lines[first:] if "imbalance" in line]
+    return sum(imbalance) / len(imbalance) if imbalance else None, fetched
+
+
+def test_vllm_keeps_its_answers_and_fetches_fewer_experts(run_vllm, agent_site, many_experts, tmp_path):
+    warm(VLLM_032, agent_site)
+    alone = run_vllm(VLLM_032, LOAD, name="alone", model=many_experts).answers()
+    measured = {}
+    for name, mode in (("own", {}), ("planner", {"EPLB_AGENT_MODE": "policy"})):
+        path = tmp_path / f"{name}.jsonl"
+        run = run_vllm(
+            VLLM_032,
+            LOAD | {"engine": FOUR_RANKS},
+            name=name,
+            model=many_experts,
+            EPLB_TEST_MEASURE=str(path),
+            **mode,
+        )
+        check_same_answers(run.answers(), alone)
+        measured[name] = figures(path)
+    assert "policy: PAR" in run.log.read_text()
+    own, planner = measured["own"], measured["planner"]
+    print(
+        f"imbalance {own[0]:.3f} with vLLM's policy, {planner[0]:.3f} with the planner; experts fetched "
+        f"{sum(own[1])} and {sum(planner[1])} in {len(own[1])} and {len(planner[1])} rearrangements"
+    )
+    assert planner[0] <= own[0] + MAX_IMBALANCE_OVER_OWN
+    assert 0 < sum(planner[1]) <= MAX_SHARE_FETCHED * sum(own[1])
