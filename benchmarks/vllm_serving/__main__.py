@@ -1,8 +1,8 @@
 """Serve the embedded model with two vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
 
-One server is balanced by the agent and a real service, and the other is not balanced. They serve alternately, so that
-other load on the machine affects both equally. The exit code is 1 if an answer differs, a request fails or no layer was
-switched, and 2 if vLLM cannot be installed.
+One server is balanced by the agent, with a real service or, with ``--mode policy``, without one. The other is not
+balanced. They serve alternately, so that other load on the machine affects both equally. The exit code is 1 if an
+answer differs, a request fails or no layer was switched, and 2 if vLLM cannot be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.vllm_serving.run import serve_both
+from benchmarks.vllm_serving.run import serve_both, serve_policy
 from benchmarks.vllm_serving.score import BESIDE, complaint, summary
 from tests.engines.conftest import make_agent_site
 from tests.engines.environments import VLLM_032, python_of
@@ -39,7 +39,8 @@ def main() -> int:
         except (pytest.skip.Exception, subprocess.CalledProcessError) as reason:
             return _fail(console, f"vLLM with the agent cannot be installed: {reason}", 2)
         try:
-            results = serve_both(python, site, arguments, folder, console)
+            serve = serve_policy if arguments.mode == "policy" else serve_both
+            results = serve(python, site, arguments, folder, console)
         except (ServerError, grpc.RpcError) as error:
             return _fail(console, str(error), 1)
     console.print(summary(results))
@@ -62,8 +63,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--beside", choices=BESIDE, default=BESIDE[0], help="what the service does during the run (deciding)"
     )
+    parser.add_argument(
+        "--mode",
+        choices=["full", "policy"],
+        default="full",
+        help="what the agent does: it replaces vLLM's EPLB (full), or decides inside it, without a service (policy)",
+    )
+    parser.add_argument(
+        "--split",
+        choices=["engine", "step"],
+        default="engine",
+        help="split of tokens over replicas in policy mode: vLLM's own (engine), or by each step's counts (step)",
+    )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.split == "step" and arguments.mode != "policy":
+        parser.error("--split step needs --mode policy")
+    return arguments
 
 
 def _fail(console: Console, reason: str, code: int) -> int:

@@ -44,6 +44,78 @@ _SECONDS_BETWEEN_QUESTIONS = 0.3
 _LAST_REPORT_SECONDS = 3.0
 _SEEN_SECONDS = 60.0
 _NEVER = 10**9
+_POLICY_WINDOW = 64
+"""Window and interval of vLLM's own EPLB in policy mode, in steps."""
+
+
+def serve_policy(
+    python: Path, site: Path, options: Namespace, folder: Path, console: Console
+) -> dict[str, Any]:
+    """Run all rounds with the planner inside vLLM's own EPLB and no service, and return the figures.
+
+    The parameters and errors are the same as for ``serve_both``.
+    """
+    rounds = rounds_of(options.requests, options.rounds, options.seed)
+    measured = folder / "eplb.jsonl"
+    agent = {
+        "EPLB_AGENT_MODE": "policy",
+        "EPLB_AGENT_STEP_SPLIT": "on" if options.split == "step" else "off",
+        "EPLB_TEST_MEASURE": str(measured),
+    }
+    sizes = options.ranks, options.redundant, options.clients
+    with contextlib.ExitStack() as running:
+        servers = {
+            kind: running.enter_context(
+                OpenAiServer(python, folder / f"{kind}.log", EMBEDDED, command, environment(site, variables))
+            )
+            for kind, variables, command in (
+                (ALONE, {}, server_options(*sizes)),
+                (BALANCED, agent, server_options(*sizes, interval=_POLICY_WINDOW)),
+            )
+        }
+        for kind, server in servers.items():
+            console.print(f"starting vLLM, {kind}: {options.ranks} ranks on CPU; this takes about a minute")
+            server.wait_until_healthy()
+        console.print("warming up: both servers compile their kernels on the first requests")
+        for server in servers.values():
+            send_all(server.port, drifting_requests(options.clients, options.seed + 1), options.clients)
+        _take_turns(rounds, servers, options.clients, _Measured(measured), console)
+    switched, par = measured_figures(measured)
+    return figures(rounds, switched, par)
+
+
+class _Measured:
+    """Line of progress from the file that the test plugin ``measure_eplb`` writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def line(self) -> str:
+        switched, par = measured_figures(self._path)
+        return (
+            f"vLLM's EPLB: PAR {par['before']:.3f} before the first move, {par['after']:.3f} since; "
+            f"{switched['experts_moved']} experts fetched"
+        )
+
+
+def measured_figures(path: Path) -> tuple[dict[str, int], dict[str, float]]:
+    """Return the moves and the mean PAR before and after the first move, from the lines of ``measure_eplb``.
+
+    ``layers_switched`` counts rearrangements that moved an expert.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    moved = [index for index, line in enumerate(lines) if line.get("fetched")]
+    first = moved[0] if moved else len(lines)
+    before = [line["imbalance"] for line in lines[:first] if "imbalance" in line]
+    after = [line["imbalance"] for line in lines[first:] if "imbalance" in line]
+    experts = sum(lines[index]["fetched"] for index in moved)
+    switched = {"layers_switched": len(moved), "experts_moved": experts, "bytes_moved": 0, "steps_lost": 0}
+    return switched, {
+        "before": float(np.mean(before)) if before else math.nan,
+        "after": float(np.mean(after)) if after else math.nan,
+        "steps": len(before) + len(after),
+    }
 
 
 def serve_both(
@@ -107,9 +179,11 @@ def rounds_of(requests: int, rounds: int, seed: int) -> list[Round]:
     return [Round(load[first:last]) for first, last in itertools.pairwise(edges)]
 
 
-def server_options(ranks: int, redundant: int, sequences: int) -> list[str]:
-    """Return the options of an expert-parallel server whose own balancer never runs."""
-    eplb = {"num_redundant_experts": redundant, "use_async": False, "step_interval": _NEVER}
+def server_options(ranks: int, redundant: int, sequences: int, interval: int = _NEVER) -> list[str]:
+    """Return the options of an expert-parallel server whose own EPLB runs every ``interval`` steps."""
+    eplb = {"num_redundant_experts": redundant, "use_async": False, "step_interval": interval}
+    if interval != _NEVER:
+        eplb |= {"window_size": interval, "communicator": "torch_gloo"}
     flags = ["--enable-expert-parallel", "--enable-eplb", "--no-enable-prefix-caching"]
     return [
         *("--served-model-name", DEPLOYMENT, "--max-num-seqs", str(sequences)),
@@ -124,7 +198,11 @@ def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
 
 
 def _take_turns(
-    rounds: list[Round], servers: dict[str, OpenAiServer], clients: int, watched: Watched, console: Console
+    rounds: list[Round],
+    servers: dict[str, OpenAiServer],
+    clients: int,
+    watched: Watched | _Measured,
+    console: Console,
 ) -> None:
     """Send each round to both servers, alternating which server goes first."""
     with Progress(console=console, disable=not console.is_terminal) as progress:

@@ -1,5 +1,6 @@
 """Tests of policy mode in vLLM, with stand-ins for the functions that it wraps."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,3 +235,23 @@ def test_the_plugin_installs_policy_mode(monkeypatch):
     plugins.register_vllm()
     plugins.register_vllm()
     assert installed == ["vllm"]
+
+
+def test_the_policy_may_be_called_on_another_thread(state):
+    """As in vLLM's asynchronous EPLB: the window is noted on the model's thread, and the policy runs on its own."""
+    made = state()
+    fill(made)
+    returned = []
+    ask = made.policy.rebalance_experts
+
+    class OnAnotherThread:
+        @classmethod
+        def rebalance_experts(cls, *arguments):
+            thread = threading.Thread(target=lambda: returned.append(ask(*arguments)))
+            thread.start()
+            thread.join()
+            return returned[-1]
+
+    made.policy = OnAnotherThread
+    made.rearrange()
+    assert returned[0].tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
