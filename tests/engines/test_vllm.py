@@ -295,14 +295,16 @@ def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, s
     defect = WITHOUT_WEIGHTS if broken else {}
     server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address, **defect)
     server.wait_until_healthy()
+    # Broken answers change the heat, so that the service sees less to gain.
+    switches = 3 if broken else 10
     streamed = []
     rounds = 0
-    while rounds < 8 or (rounds < 100 and service.status().status.layers_switched < 10):
+    while rounds < 8 or (rounds < 100 and service.status().status.layers_switched < switches):
         streamed += server.answers(prompts(8, seed=rounds % DIFFERENT_ROUNDS + 1), 120)
         rounds += 1
     expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
     assert (streamed != expected) if broken else (streamed == expected)
-    check_switches(service, 10, server.tail())
+    check_switches(service, switches, server.tail())
 
 
 @SWITCHES_OFTEN

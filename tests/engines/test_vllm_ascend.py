@@ -135,7 +135,7 @@ def test_tables_that_change_without_weights_are_detected(release, comm, tmp_path
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"comm": "ALLGATHER"}, "all-gather dispatch with redundant experts"),
+        ({"comm": "ALLGATHER"}, "all-gather dispatch of steps of up to .* redundant experts"),
         ({"comm": "MC2", "quant": "W8A8"}, "the first expert's scales to all"),
     ],
     ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
