@@ -96,7 +96,7 @@ def test_distributions_require_each_other_in_the_same_version():
 
 def test_make_pythons_installs_each_extra():
     extras = set(SERVICE["optional-dependencies"]) - {"test", "docs", "dev"}
-    assert set(EXTRAS) == extras | set(LAB["optional-dependencies"])
+    assert set(EXTRAS) == extras | set(LAB["optional-dependencies"]) | set(AGENT["optional-dependencies"])
 
 
 def test_make_pythons_covers_the_declared_versions():

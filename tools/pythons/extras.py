@@ -1,4 +1,4 @@
-"""Test of each extra of eplb-service: install only this extra on top of the base packages, and use it once."""
+"""Test of each extra: install only this extra on top of the base packages, and use it once."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ config = KubeConfig.from_one(cluster=cluster, user=User(token="token"), namespac
 lease = KubernetesLease(Client(config, trust_env=False), "eplb", "here", 15)
 assert lease.attempt()
 """
+_DECISION = """
+import numpy as np
+from worker_agent.policy.decide import decide
+heat = np.tile([2000, 1000, 6000, 1000], (8, 1, 1))
+assert decide(heat, [[0, 1, 2, 3, 0, 1]], ranks=2).tolist() == [[0, 1, 2, 3, 0, 2]]
+"""
 _AGENT_NEEDS = ["pydantic-settings", "xxhash"]
 EXTRAS: dict[str, list[str]] = {
     "tables": [
@@ -74,10 +80,13 @@ EXTRAS: dict[str, list[str]] = {
     "model": ["import torch, eplb_lab.model.checkpoint"],
     "checkpoint": ["import torch, transformers, eplb_lab.demo.stage"],
     "peers": ["import torch, eplb_lab.bench.peers.balancers"],
+    "policy": ["import torch", _DECISION],
 }
 """Commands and programs that use each extra. A test compares the list with ``pyproject.toml``."""
 _LAB = {"checkpoint", "demo", "model", "peers"}
 """Extras of eplb-lab, which need torch and the eplb-lab and eplb-agent wheels."""
+_AGENT = {"policy"}
+"""Extras of eplb-agent, which need torch and its wheel."""
 
 
 def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) -> list[str]:
@@ -91,12 +100,13 @@ def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) 
     run([str(base / "bin/python"), "-m", "venv", "--without-pip", str(folder)])
     (site,) = folder.glob("lib/python*/site-packages")
     shared = [next(base.glob("lib/python*/site-packages"))]
-    if extra in _LAB or extra == "torch":
+    if extra in _LAB | _AGENT or extra == "torch":
         shared.append(Path(sysconfig.get_paths()["purelib"]))
     (site / "base.pth").write_text("".join(f"{path}\n" for path in shared))
     needs = requirements(extra)
-    if extra in _LAB:
-        install(folder, "--no-deps", str(wheels["eplb_agent"]), str(wheels["eplb_lab"]))
+    if extra in _LAB | _AGENT:
+        own = ["eplb_agent", *(["eplb_lab"] if extra in _LAB else [])]
+        install(folder, "--no-deps", *(str(wheels[name]) for name in own))
         needs = [name for name in needs if not name.startswith("eplb-")] + _AGENT_NEEDS
     install(folder, *needs)
     run([python, "-c", _HEAT.replace("{folder}", str(folder))])
@@ -109,7 +119,9 @@ def check_extra(extra: str, base: Path, scratch: Path, wheels: dict[str, Path]) 
 
 def requirements(extra: str) -> list[str]:
     """Return the requirements of an extra."""
-    folder = ROOT / "packaging/eplb-lab" if extra in _LAB else ROOT
+    folder = ROOT
+    if extra in _LAB | _AGENT:
+        folder = ROOT / "packaging" / ("eplb-lab" if extra in _LAB else "eplb-agent")
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     extra_requirements: list[str] = project["optional-dependencies"][extra]
     return extra_requirements
