@@ -16,6 +16,9 @@ from worker_agent.policy.figures import Int64, log_decision
 
 _log = logging.getLogger("eplb.agent")
 
+_WARM_UP_SECONDS = 120.0
+"""Longest time by which the planner delays the engine's start."""
+
 
 class RemoteDecision(Protocol):
     """Decision of a service."""
@@ -58,8 +61,10 @@ class Agreement:
         self._split = split
         self._remote = remote
         self._warm = threading.Event()
+        self._warming: threading.Thread | None = None
         if self._is_first:
-            threading.Thread(target=self._warm_up, name="eplb-policy-warm-up", daemon=True).start()
+            self._warming = threading.Thread(target=self._warm_up, name="eplb-policy-warm-up", daemon=True)
+            self._warming.start()
 
     def _warm_up(self) -> None:
         """Import the planner and compile its kernels, which takes up to 20 seconds of CPU time."""
@@ -72,9 +77,23 @@ class Agreement:
         except Exception as error:
             _log.error("the planner cannot run; the engine's own policy decides", exc_info=error)
 
-    def wait_until_warm(self, seconds: float) -> bool:
-        """Wait until this rank can decide, at most ``seconds``. Return True if it can; always True on other ranks."""
-        return self._warm.wait(seconds) if self._is_first else True
+    def wait_until_warm(self, seconds: float = _WARM_UP_SECONDS) -> bool:
+        """Wait until the planner's kernels are loaded or compiled. Call this while the engine starts.
+
+        Parameters
+        ----------
+        seconds
+            Longest wait. Later decisions are the engine's own until the kernels are ready.
+
+        Returns
+        -------
+        bool
+            True if this rank can decide; always True on ranks other than the first.
+        """
+        if self._warming is None:
+            return True
+        self._warming.join(seconds)
+        return self._warm.is_set()
 
     def placement(
         self,

@@ -78,7 +78,9 @@ def _join(*_: Any, **__: Any) -> None:
         return
     split = TABLES if get_exec().moe.ep_dispatch_algorithm == "static" else EVEN
     remote = service_decision(AgentSettings(), split)
-    _agreements[:] = [Agreement(get_parallel().tp_group.cpu_group, split, remote)]
+    agreement = Agreement(get_parallel().tp_group.cpu_group, split, remote)
+    agreement.wait_until_warm()
+    _agreements[:] = [agreement]
 
 
 def rebalance_experts(

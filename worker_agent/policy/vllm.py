@@ -126,6 +126,8 @@ def install() -> None:
         add_model(self, *arguments, **keywords)
         if PlannerPolicy.agreement is None:
             PlannerPolicy.agreement = _join(self)
+            if PlannerPolicy.agreement is not None:
+                PlannerPolicy.agreement.wait_until_warm()
 
     @wraps(rearrange)
     def rearrange_by_parts(
