@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from eplb_core.cost.curve import CostCurve
 from eplb_core.planner.settings import (
+    DECISION_INTERVAL,
+    WINDOW_STEPS,
     NumberOrAuto,
     PlannerSettings,
     number_or_auto,
-    planner_options,
     planner_settings,
 )
 from eplb_core.planner.settings import SettingsError as PlannerSettingsError
@@ -63,18 +66,17 @@ _ReportSteps = Annotated[int | Literal["auto"], BeforeValidator(_checked_report_
 _LeaseName = Annotated[str, AfterValidator(checked_lease)]
 
 
-def _field_type(kind: Any, default: Any) -> Any:
-    if kind == NumberOrAuto:
-        return Annotated[kind, BeforeValidator(number_or_auto)]
-    return kind if default is not None else kind | None
-
-
+_TYPES: dict[Any, Any] = {
+    NumberOrAuto: Annotated[NumberOrAuto, BeforeValidator(number_or_auto)],
+    CostCurve | None: str | None,
+}
+"""Types of planner settings before they are parsed."""
 _PLANNER_FIELDS: dict[str, Any] = {
     option.name: (
-        _field_type(option.metadata["kind"], option.default),
+        _TYPES.get(option.type, option.type),
         Field(option.default, description=option.metadata["help"]),
     )
-    for option in planner_options()
+    for option in fields(PlannerSettings)
 }
 _PlannerFields: type[BaseModel] = create_model("_PlannerFields", **_PLANNER_FIELDS)
 
@@ -98,13 +100,13 @@ class ServiceSettings(_PlannerFields):
         "in $XDG_STATE_HOME or ~/.local/state",
     )
     window_steps: int = Field(
-        512,
+        WINDOW_STEPS,
         ge=1,
         le=65536,
         description="maximum number of steps that a decision uses; older steps are used only if their heat is similar",
     )
     decision_interval: int = Field(
-        256,
+        DECISION_INTERVAL,
         ge=1,
         description="steps before the first decision, and maximum between decisions; fewer after a change of heat",
     )
@@ -193,7 +195,7 @@ class ServiceSettings(_PlannerFields):
 
     def planner(self) -> PlannerSettings:
         """Return the settings of the planner."""
-        return planner_settings({option.name: getattr(self, option.name) for option in planner_options()})
+        return planner_settings(self.model_dump(include=set(_PLANNER_FIELDS)))
 
 
 def default_store(environment: Mapping[str, str] = os.environ) -> Path:
