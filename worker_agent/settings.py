@@ -33,64 +33,65 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="EPLB_AGENT_", extra="forbid", frozen=True)
 
-    service: str = Field(DEFAULT_ADDRESS, description="host:port of the service")
-    deployment: str = Field("default", description="name of this served model instance")
-    node: str = Field(default_factory=socket.gethostname, description="name of this rank's host")
+    service: str = Field(DEFAULT_ADDRESS, description="Address (host:port) of the service.")
+    deployment: str = Field("default", description="Name of this served model instance.")
+    node: str = Field(default_factory=socket.gethostname, description="Name of this rank's host.")
     data_host: str = Field(
-        default_factory=socket.getfqdn, description="host name or address at which other ranks reach this one"
+        default_factory=socket.getfqdn,
+        description="Host name or address at which other ranks reach this one.",
     )
-    auth_token: SecretStr | None = Field(None, description="token that the service requires")
+    auth_token: SecretStr | None = Field(None, description="Token that the service requires.")
     auth_token_file: Path | None = Field(
         None,
-        description="file that holds the token, read at every connection, so that it can rotate without a restart",
+        description="File that holds the token, read at every connection, so that it can rotate without a restart.",
     )
-    tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate")
+    tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate.")
     tls_cert: Path | None = Field(
-        None, description="PEM file of this agent's certificate, if the service requires one"
+        None, description="PEM file of this agent's certificate, if the service requires one."
     )
-    tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    tls_key: Path | None = Field(None, description="PEM private key of tls_cert.")
     plaintext_token: bool = Field(
-        False, description="send the token in plain text to another host; only for a trusted network"
+        False, description="Send the token in plain text to another host; only for a trusted network."
     )
 
     vote_interval: int = Field(
         4,
         ge=1,
         le=1024,
-        description="steps between votes while any rank holds a plan, and for 64 steps after it; at other times, the "
-        "interval is four times as long",
+        description="Steps between votes while any rank holds a plan, and for 64 steps after it; at other times, the "
+        "interval is four times as long.",
     )
     vote_timeout_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="longest wait for a ballot, after which the ranks keep serving, and open a new vote link",
+        description="Longest wait for a ballot, after which the ranks keep serving, and open a new vote link.",
     )
     commit_timeout_seconds: float = Field(
         1.0,
         gt=0,
         le=3600,
-        description="longest wait for all ranks to reach the forward pass at which a layer is committed; the plan is "
-        "then dropped",
+        description="Longest wait for all ranks to reach the forward pass at which a layer is committed; the plan is "
+        "then dropped.",
     )
     peer_timeout_seconds: float = Field(
         600.0,
         gt=0,
         le=86_400,
-        description="longest wait for a rank that may have committed a layer; at least the timeout of the model's own "
-        "collectives",
+        description="Longest wait for a rank that may have committed a layer; at least the timeout of the model's own "
+        "collectives.",
     )
-    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="longest transfer of one layer")
+    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="Longest transfer of one layer.")
     bytes_per_step: int | None = Field(
         None,
         ge=1,
-        description="bytes that a rank may send, and may receive, per step; if unset, see link_share",
+        description="Bytes that a rank may send, and may receive, per step; if unset, see link_share.",
     )
     link_share: float = Field(
         0.25,
         gt=0,
         le=1,
-        description="largest share of the time that a rank's link is busy with a transfer, if bytes_per_step is unset",
+        description="Largest share of the time that a rank's link is busy with a transfer, if bytes_per_step is unset.",
     )
     staging_mib: int = Field(
         512,
@@ -98,29 +99,29 @@ class AgentSettings(BaseSettings):
         le=1 << 20,
         description="MiB of staging for incoming experts, limited to the needs of four layers and reserved at start-up "
         "on a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit is switched by "
-        "itself and allocates more memory during its transfer",
+        "itself and allocates more memory during its transfer.",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
-        description="library that transfers experts: auto (nccl between GPUs, hccl between NPUs, otherwise gloo), gloo "
-        "(through the host), nccl or hccl",
+        description="Library that transfers experts: auto (nccl between GPUs, hccl between NPUs, otherwise gloo), gloo "
+        "(through the host), nccl or hccl.",
     )
     verify_transfers: bool | None = Field(
         None,
-        description="send a checksum with each expert, and compare the installed weights with it; on if unset, "
-        "because no device has yet been shown to transfer experts intact without it",
+        description="Send a checksum with each expert, and compare the installed weights with it; on if unset, "
+        "because no device has yet been shown to transfer experts intact without it.",
     )
     quantised_experts: bool = Field(
         False,
-        description="balance vLLM-Ascend's quantised experts, which use the NPU's own formats; needs verify_transfers",
+        description="Balance vLLM-Ascend's quantised experts, which use the NPU's own formats; needs verify_transfers.",
     )
     allow_unverified_engine: bool = Field(
         False,
-        description="run even if the engine's functions match the tested signatures but not the tested bodies, or if "
-        "the engine release is untested",
+        description="Run even if the engine's functions match the tested signatures but not the tested bodies, or if "
+        "the engine release is untested.",
     )
     history: Path | None = Field(
-        None, description="folder in which each rank records votes, switches and heat, as JSON lines"
+        None, description="Folder in which each rank records votes, switches and heat, as JSON lines."
     )
 
     @field_validator("service")

@@ -76,13 +76,12 @@ def bench(
     ranks: int = option(help="Ranks of the expert-parallel group.", min=1),
     redundant: int | None = option(
         None,
-        "Redundant slots per layer. The default is one per rank, or fewer if the experts do not divide evenly.",
+        "Redundant slots per layer; by default one per rank, or fewer if the experts do not divide evenly.",
         min=0,
     ),
     window: int | None = option(
         None,
-        f"Steps that a decision uses. It then serves the same number of steps. The default is {_WINDOW}, or a quarter "
-        "of a short trace.",
+        f"Steps that a decision uses, and then serves; by default {_WINDOW}, or a quarter of a short trace.",
         min=1,
     ),
     policy: str = option(

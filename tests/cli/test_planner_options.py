@@ -34,8 +34,7 @@ def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
             option = options[setting.name]
             assert f"--{setting.name.replace('_', '-')}" in option.opts
             assert setting.metadata["help"] in option.help
-            if command != "serve":
-                assert option.default == setting.default
+            assert option.default == setting.default
     assert {"fitted_curve", "estimate_device"} & options.keys() == SERVE_ONLY - ABSENT[command]
 
 
