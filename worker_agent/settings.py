@@ -36,69 +36,71 @@ class AgentSettings(BaseSettings):
 
     mode: Mode | None = Field(
         None,
-        description="observe (record heat, change nothing), policy (decide inside the engine's own EPLB, which moves "
-        "the weights) or full (replace the engine's EPLB); full if only the service is set",
+        description="What the agent does inside the engine: observe (record heat, change nothing), policy (decide "
+        "inside the engine's own EPLB, which moves the weights) or full (replace the engine's EPLB); full if only the "
+        "service is set.",
     )
-    service: str = Field(DEFAULT_ADDRESS, description="host:port of the service")
-    deployment: str = Field("default", description="name of this served model instance")
-    node: str = Field(default_factory=socket.gethostname, description="name of this rank's host")
+    service: str = Field(DEFAULT_ADDRESS, description="Address (host:port) of the service.")
+    deployment: str = Field("default", description="Name of this served model instance.")
+    node: str = Field(default_factory=socket.gethostname, description="Name of this rank's host.")
     data_host: str = Field(
-        default_factory=socket.getfqdn, description="host name or address at which other ranks reach this one"
+        default_factory=socket.getfqdn,
+        description="Host name or address at which other ranks reach this one.",
     )
-    auth_token: SecretStr | None = Field(None, description="token that the service requires")
+    auth_token: SecretStr | None = Field(None, description="Token that the service requires.")
     auth_token_file: Path | None = Field(
         None,
-        description="file that holds the token, read at every connection, so that it can rotate without a restart",
+        description="File that holds the token, read at every connection, so that it can rotate without a restart.",
     )
-    tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate")
+    tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate.")
     tls_cert: Path | None = Field(
-        None, description="PEM file of this agent's certificate, if the service requires one"
+        None, description="PEM file of this agent's certificate, if the service requires one."
     )
-    tls_key: Path | None = Field(None, description="PEM file of the private key for tls_cert")
+    tls_key: Path | None = Field(None, description="PEM file of the private key for tls_cert.")
     plaintext_token: bool = Field(
-        False, description="send the token in plain text to another host; only for a trusted network"
+        False, description="Send the token in plain text to another host; only for a trusted network."
     )
 
     vote_interval: int = Field(
         4,
         ge=1,
         le=1024,
-        description="steps between votes while any rank holds a plan, and for 64 steps afterwards; at other times, the "
-        "interval is four times as long",
+        description="Steps between votes while any rank holds a plan, and for 64 steps afterwards; at other times, the "
+        "interval is four times as long.",
     )
     vote_timeout_seconds: float = Field(
         10.0,
         gt=0,
         le=3600,
-        description="maximum wait for a ballot, after which the ranks keep serving and open a new vote link",
+        description="Maximum wait for a ballot, after which the ranks keep serving and open a new vote link.",
     )
     commit_timeout_seconds: float = Field(
         1.0,
         gt=0,
         le=3600,
-        description="maximum wait for all ranks to reach the forward pass at which a layer is committed, after which "
-        "the plan is dropped",
+        description="Maximum wait for all ranks to reach the forward pass at which a layer is committed, after which "
+        "the plan is dropped.",
     )
     peer_timeout_seconds: float = Field(
         600.0,
         gt=0,
         le=86_400,
-        description="maximum wait for a rank that may have committed a layer; use at least the timeout of the model's "
-        "own collectives",
+        description="Maximum wait for a rank that may have committed a layer; use at least the timeout of the model's "
+        "own collectives.",
     )
     transfer_timeout_seconds: float = Field(
-        60.0, gt=0, le=3600, description="time limit for the transfer of one layer"
+        60.0, gt=0, le=3600, description="Time limit for the transfer of one layer."
     )
     bytes_per_step: int | None = Field(
         None,
         ge=1,
-        description="bytes that a rank may send, and may receive, per step; if unset, see link_share",
+        description="Bytes that a rank may send, and may receive, per step; if unset, see link_share.",
     )
     link_share: float = Field(
         0.25,
         gt=0,
         le=1,
-        description="maximum share of time for which a transfer keeps a rank's link busy, if bytes_per_step is unset",
+        description="Maximum share of time for which a transfer keeps a rank's link busy, if bytes_per_step is unset.",
     )
     staging_mib: int = Field(
         512,
@@ -106,58 +108,58 @@ class AgentSettings(BaseSettings):
         le=1 << 20,
         description="MiB of staging for incoming experts, capped at what four layers need and reserved at start-up on "
         "a GPU or NPU; layers that fit together switch with one vote, and a layer that does not fit is switched alone "
-        "and allocates more memory during its transfer",
+        "and allocates more memory during its transfer.",
     )
     transfer_backend: TransferBackend = Field(
         "auto",
-        description="library that transfers experts: auto (nccl between GPUs, hccl between NPUs, otherwise gloo), gloo "
-        "(through the host), nccl or hccl",
+        description="Library that transfers experts: auto (nccl between GPUs, hccl between NPUs, otherwise gloo), gloo "
+        "(through the host), nccl or hccl.",
     )
     verify_transfers: bool | None = Field(
         None,
-        description="send a checksum with each expert, and compare the installed weights with it; on if unset, "
-        "because no device has yet been shown to transfer experts intact without it",
+        description="Send a checksum with each expert, and compare the installed weights with it; on if unset, "
+        "because no device has yet been shown to transfer experts intact without it.",
     )
     quantised_experts: bool = Field(
         False,
-        description="balance vLLM-Ascend's quantised experts, which use the NPU's own formats; needs verify_transfers",
+        description="Balance vLLM-Ascend's quantised experts, which use the NPU's own formats; needs verify_transfers.",
     )
     allow_unverified_engine: bool = Field(
         False,
-        description="run even if the engine's functions match the tested signatures but not the tested bodies, or if "
-        "the engine release is untested",
+        description="Run even if the engine's functions match the tested signatures but not the tested bodies, or if "
+        "the engine release is untested.",
     )
     decision_timeout_seconds: float = Field(
         2.0,
         gt=0,
         le=60,
-        description="longest wait for the service's decision in policy mode; the ranks then decide themselves",
+        description="Longest wait for the service's decision in policy mode; the ranks then decide themselves.",
     )
     window_parts: int = Field(
         64,
         ge=1,
         le=1024,
-        description="number of parts into which policy mode divides the engine's window of heat",
+        description="Number of parts into which policy mode divides the engine's window of heat.",
     )
     step_split: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="choose replicas by each step's own counts: on, off, or auto (on if all ranks see all tokens of a "
-        "step and the estimated gain exceeds the cost)",
+        description="Choose replicas by each step's own counts: on, off, or auto (on if all ranks see all tokens of a "
+        "step and the estimated gain exceeds the cost).",
     )
     initial_placement: Path | None = Field(
         None,
-        description="placement file (from eplb solve --out) from which policy mode starts in vLLM",
+        description="Placement file (from eplb solve --out) from which policy mode starts in vLLM.",
     )
     log_interval_steps: int = Field(
-        1000, ge=1, description="forward passes between two log lines that state the balance of the engine"
+        1000, ge=1, description="Forward passes between two log lines that state the balance of the engine."
     )
     trace: Path | None = Field(
         None,
-        description="trace file that observe mode writes if no service is set, as .npz; by default, only log lines are "
-        "written",
+        description="Trace file that observe mode writes if no service is set, as .npz; by default, only log lines are "
+        "written.",
     )
     history: Path | None = Field(
-        None, description="directory in which each rank records votes, switches and heat, as JSON lines"
+        None, description="Directory in which each rank records votes, switches and heat, as JSON lines."
     )
 
     @field_validator("service")

@@ -4,9 +4,10 @@
 keys of its YAML file are derived from its fields.
 """
 
-from __future__ import annotations
+# Annotations are evaluated at once, because the types of the fields are also the types of the options.
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
@@ -43,40 +44,47 @@ AUTO: Literal["auto"] = "auto"
 """Value of ``move_price`` that requests a price computed from the cost of moves."""
 NumberOrAuto = float | Literal["auto"]
 
+WINDOW_STEPS = 512
+"""Default for the maximum number of steps that a decision uses."""
+DECISION_INTERVAL = 256
+"""Default for the maximum number of steps between decisions."""
+
+_BOUNDS = {
+    "ge": (operator.ge, "{} or more"),
+    "gt": (operator.gt, "more than {}"),
+    "le": (operator.le, "{} or less"),
+}
+"""For each kind of bound, its comparison and its text in errors."""
+
 
 class SettingsError(ValueError):
     """A setting is invalid. The message names the setting and its bounds."""
 
 
-def _setting(
-    default: Any, kind: Any, help: str, *, minimum: float | None = None, serve_only: bool = False
-) -> Any:
+def _setting(default: Any, help: str, *, serve_only: bool = False, **bounds: float) -> Any:
     """Declare a field of ``PlannerSettings``.
 
     Parameters
     ----------
     default
         Default value.
-    kind
-        Type to which the option's string is converted.
     help
         Help text of the option.
-    minimum
-        Minimum value; ``None`` if there is no lower bound.
     serve_only
         True if the setting has no effect on recorded heat, because it requires the step times or the device of live
         ranks.
+    bounds
+        Bounds of a number, named as in ``_BOUNDS``.
     """
-    metadata = {"kind": kind, "help": help, "minimum": minimum, "serve_only": serve_only}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help, "serve_only": serve_only, "bounds": bounds})
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
     """Settings of a decision.
 
-    The metadata of each field contains the ``help`` text shown by the commands, the service and the documentation, and
-    the ``kind``, which is the type to which the option's string is converted.
+    The metadata of each field contains the ``help`` text and the ``bounds`` shown by the commands, the service and the
+    documentation.
 
     Raises
     ------
@@ -98,7 +106,7 @@ class PlannerSettings:
         ...
     eplb_core.planner.settings.SettingsError: par_threshold is 0.9; it must be a finite number, 1.0 or more
 
-    ``planner_settings`` parses option values given as strings:
+    ``planner_settings`` parses option values given as text:
 
     >>> planner_settings({"move_price": "0.3"}).move_price
     0.3
@@ -106,143 +114,119 @@ class PlannerSettings:
 
     policy: str = _setting(
         "flashlb",
-        str,
         "Policy: flashlb (this project's own solver, built on the ideas of vLLM-Ascend's FlashLB), deepseek "
         "(DeepSeek's greedy EPLB) or none (experts never move).",
     )
     par_threshold: float = _setting(
         1.02,
-        float,
         "Maximum PAR, over episodes, at which a layer is left unchanged (cherry-picking).",
-        minimum=1.0,
+        ge=1.0,
     )
     min_gain: float = _setting(
         0.01,
-        float,
         "Minimum gain required to change a layer, in PAR or, with a cost curve, as a share of its time.",
-        minimum=0.0,
+        ge=0.0,
     )
     max_layers: int | None = _setting(
         None,
-        int,
         "Maximum number of layers changed per decision, worst first; all by default.",
-        minimum=1,
+        ge=1,
     )
     move_price: float | Literal["auto"] = _setting(
         AUTO,
-        NumberOrAuto,
         "Gain required to move every slot of a layer, as a fraction of its PAR. auto: computed from the measured cost "
         "of moves, or, before the first measurement, from an expert's bytes, link_bandwidth and layer_ms.",
-        minimum=0.0,
+        ge=0.0,
     )
     link_bandwidth: float = _setting(
         25.0,
-        float,
         "Full bandwidth of a rank's link in GB/s; transfers use a share of it. Used by move_price=auto until "
         "transfers have been measured.",
-        minimum=0.0,
+        gt=0.0,
     )
     layer_ms: float = _setting(
         0.4,
-        float,
         "Milliseconds per step spent in one layer's experts. Used by move_price=auto until a cost curve or step times "
         "are available.",
-        minimum=0.0,
+        gt=0.0,
     )
     split: str = _setting(
         TABLES,
-        str,
         "The host's split of an expert's tokens over its replicas. tables: one replica per source rank (vLLM-Ascend); "
         "even: evenly (vLLM); deal: several replicas in turn; step: according to each step's counts.",
     )
     deal_width: int = _setting(
-        16, int, "Maximum number of entries per expert in a dealing table (split deal).", minimum=1
+        16, "Maximum number of entries per expert in a dealing table (split deal).", ge=1, le=MAX_ENTRIES
     )
     expert_groups: int | None = _setting(
         None,
-        int,
         "Number of groups of consecutive experts, each kept on one node (hierarchical placement); by default, "
         "experts are not grouped.",
-        minimum=1,
+        ge=1,
     )
     cost_curve: CostCurve | None = _setting(  # noqa: RUF009, declared like the other fields
         None,
-        str,
         "Cost curve file (from eplb calibrate), or FILE:PHASE. A layer then changes only if this shortens the time of "
         "its slowest rank.",
     )
     fitted_curve: bool = _setting(
         False,
-        bool,
         "Use a cost curve fitted to the ranks' step times, once the fit is good enough.",
         serve_only=True,
     )
     estimate_device: bool = _setting(
         True,
-        bool,
         "Without a cost curve, leave a layer unchanged while its experts get so few tokens that steps wait only for "
         "weight reads, as estimated for the ranks' device.",
         serve_only=True,
     )
-    seed: int = _setting(0, int, "Seed for the solver's random choices.", minimum=0)
+    seed: int = _setting(0, "Seed for the solver's random choices.", ge=0)
     threads: int | None = _setting(
         None,
-        int,
         "Number of layers solved in parallel; by default, one per CPU. Results do not depend on it.",
-        minimum=1,
+        ge=1,
     )
     budget_ms: float | None = _setting(
         None,
-        float,
         "Time budget per decision, in milliseconds. Once it is spent, no further layer is started (worst first), so "
         "results depend on the machine. Unlimited by default.",
-        minimum=0.0,
+        gt=0.0,
     )
 
     def __post_init__(self) -> None:
         for name, choices in (("policy", POLICIES), ("split", SPLITS)):
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        for option in planner_options():
-            self._check_kind(option)
-            self._check_minimum(option)
-        for name in ("link_bandwidth", "layer_ms", "budget_ms"):
-            if getattr(self, name) == 0:
-                raise SettingsError(f"{name} is 0; it must be greater than 0")
-        if self.deal_width > MAX_ENTRIES:
-            raise SettingsError(
-                f"deal_width is {self.deal_width}; a dealing table has at most {MAX_ENTRIES} entries"
-            )
+        for option in fields(self):
+            self._check(option)
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
                 "fitted_curve and split step cannot be used together: the split balances every step, so step times do "
                 "not show the cost of imbalance; measure a curve (eplb calibrate) and set cost_curve"
             )
 
-    def _check_kind(self, option: Field[Any]) -> None:
-        """Raise ``SettingsError`` if the value of a cost curve, Boolean or integer setting has the wrong type."""
+    def _check(self, option: Field[Any]) -> None:
+        """Raise ``SettingsError`` if the value of a setting has the wrong type or is out of bounds."""
         value = getattr(self, option.name)
-        kind = option.metadata["kind"]
-        if option.name == "cost_curve" and not isinstance(value, CostCurve | None):
-            raise SettingsError(
-                f"cost_curve is {value!r}; it must be a CostCurve, as returned by cost.read_curve"
-            )
-        if value is None or kind not in (int, bool):
+        if value in (None, AUTO) and value == option.default:
             return
-        if kind is bool and not isinstance(value, bool):
-            raise SettingsError(f"{option.name} is {value!r}; it must be True or False")
-        if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise SettingsError(f"{option.name} is {value!r}; it must be a whole number")
-
-    def _check_minimum(self, option: Field[Any]) -> None:
-        """Raise ``SettingsError`` if a number is not finite or is below its minimum."""
-        value = getattr(self, option.name)
-        minimum = option.metadata["minimum"]
-        without_value = AUTO if option.name == "move_price" else None
-        if minimum is None or value == without_value:
-            return
-        if not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
-            raise SettingsError(f"{option.name} is {value!r}; it must be a finite number, {minimum} or more")
+        expected = None
+        if option.name == "cost_curve" and not isinstance(value, CostCurve):
+            expected = "a CostCurve, as returned by cost.read_curve"
+        elif option.type is bool and not isinstance(value, bool):
+            expected = "True or False"
+        elif option.type in (int, int | None) and (
+            isinstance(value, bool) or not isinstance(value, Integral)
+        ):
+            expected = "a whole number"
+        for name, bound in option.metadata["bounds"].items():
+            holds, text = _BOUNDS[name]
+            if expected is None and not (
+                isinstance(value, Real) and math.isfinite(value) and holds(value, bound)
+            ):
+                expected = f"a finite number, {text.format(bound)}"
+        if expected is not None:
+            raise SettingsError(f"{option.name} is {value!r}; it must be {expected}")
 
     @property
     def deciding_curve(self) -> CostCurve | None:
@@ -269,17 +253,9 @@ class PlannerSettings:
         return bool(getattr(self, name) == getattr(PlannerSettings, name))
 
 
-def planner_options() -> tuple[Field[Any], ...]:
-    """Return the fields of all settings in declaration order, with ``kind`` and ``help`` in their metadata.
-
-    The option for a cost curve takes a file name.
-    """
-    return fields(PlannerSettings)
-
-
 def offline_options() -> tuple[Field[Any], ...]:
     """Return the fields of the settings that affect decisions on recorded heat."""
-    return tuple(option for option in planner_options() if not option.metadata["serve_only"])
+    return tuple(option for option in fields(PlannerSettings) if not option.metadata["serve_only"])
 
 
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
@@ -309,4 +285,4 @@ def number_or_auto(value: Any) -> NumberOrAuto:
     try:
         return AUTO if value == AUTO else float(value)
     except (TypeError, ValueError):
-        raise ValueError("expected a number or auto") from None
+        raise ValueError("expected a number, or auto") from None

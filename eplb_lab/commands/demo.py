@@ -63,7 +63,7 @@ class WorkloadOptions:
         "transformers.",
     )
     steps: int | None = option(
-        None, f"Number of steps to serve (default {_MODEL_STEPS}, or {_TRACE_STEPS} with --trace).", min=1
+        None, f"Number of steps to serve; by default {_MODEL_STEPS}, or {_TRACE_STEPS} with --trace.", min=1
     )
     quant: str = option("none", f"Quantisation of the model's experts: {', '.join(_QUANTIZATIONS)}.")
     tensor_parallel: int = option(
@@ -134,7 +134,7 @@ def demo(
         "Split of an expert's tokens over its replicas: tables (one replica per source rank), deal (several in turn), "
         "or step (according to each step's counts).",
     ),
-    address: str | None = option(None, "host:port of a running service. By default the demo starts its own."),
+    address: str | None = option(None, "Address (host:port) of a running service; by default its own."),
     deployment: str = option("demo", "Name of the deployment."),
     seed: int = option(0, "Seed for the requests or tokens, and for the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     Columns = Mapping[str, Callable[[Option], object]]
 
+_WINDOW = 256
+
 
 @takes_options(*planner_flags("policy", "move_price"))
 def advise(
@@ -55,7 +57,7 @@ def advise(
         None, "Redundant experts per layer to try, separated by commas; by default a few.", metavar=SEVERAL
     ),
     window: int | None = option(
-        None, "Steps that a decision uses; by default 256, or a quarter of a short trace.", min=1
+        None, f"Steps that a decision uses; by default {_WINDOW}, or a quarter of a short trace.", min=1
     ),
     gpu: str | None = option(
         None,
@@ -148,7 +150,7 @@ def _window_width(window: int | None, steps: int) -> int:
             f"{steps} steps are too few to compare schedules with --window {window}; the compared schedules have "
             f"windows of at most {(steps - 1) // 3} steps"
         )
-    return window or max(1, min(256, steps // 4))
+    return window or max(1, min(_WINDOW, steps // 4))
 
 
 def _slot_counts(trace: Trace, ranks: int, redundant: str | None) -> list[int]:

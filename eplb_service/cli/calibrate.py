@@ -76,7 +76,7 @@ class TableOptions:
     top_k: int | None = option(
         None, "Experts that a token chooses, if the table contains several values.", min=1
     )
-    kernel: str | None = option(None, "kernel_source, if the table contains several values.")
+    kernel: str | None = option(None, "Kernel (kernel_source), if the table contains several.")
 
 
 @takes_options()
@@ -86,7 +86,7 @@ def calibrate(
     hidden: int | None = option(None, "Hidden size of the model.", min=1),
     inter: int | None = option(None, "Intermediate size of one expert.", min=1),
     dtype: str | None = option(
-        None, "float32, bfloat16 or float16; with --table, a name from the table. By default float32."
+        None, "Number format: float32, bfloat16 or float16, or a name from the --table; by default float32."
     ),
     phase: str = option("any", f"Phase that the curve applies to: {', '.join(PHASES)}."),
     out: Path = option(help="Write the curve to this .json file.", section=RESULTS),

@@ -38,7 +38,7 @@ class Connection:
 
     SECTION: ClassVar[str] = "Connection to the service"
 
-    address: str = option(DEFAULT_ADDRESS, "host:port of the service.", envvar="EPLB_ADDRESS")
+    address: str = option(DEFAULT_ADDRESS, "Address (host:port) of the service.", envvar="EPLB_ADDRESS")
     token: str | None = option(None, "Token, if the service requires one.", envvar="EPLB_AUTH_TOKEN")
     tls_ca: Path | None = option(
         None, "PEM file of the CA that signed the service's certificate.", envvar="EPLB_TLS_CA"

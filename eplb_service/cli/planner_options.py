@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from eplb_core.placement import Placement
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.request import groups_on_nodes
-from eplb_core.planner.settings import PlannerSettings, offline_options, planner_options
+from eplb_core.planner.settings import PlannerSettings, offline_options
 from eplb_core.planner.topology import Topology
 from eplb_service.cli.file_options import choices_per_step
 from eplb_service.cli.options import UserError, option, setting_option
@@ -69,7 +68,7 @@ class CostOptions:
 
     def assumptions(self, settings: PlannerSettings, costs: Costs) -> tuple[Assumption, ...]:
         """Return the assumptions on which a replay with these costs is based."""
-        changed = {field.name for field in planner_options() if not settings.is_default(field.name)}
+        changed = {field.name for field in fields(PlannerSettings) if not settings.is_default(field.name)}
         return costs.assumptions(changed | set(self._set_values()))
 
     def _set_values(self) -> dict[str, float]:
@@ -78,9 +77,8 @@ class CostOptions:
 
 def planner_flags(*without: str) -> list[inspect.Parameter]:
     """Return an option for each planner setting, except those in ``without``, which the command declares itself."""
-    kinds = typing.get_type_hints(PlannerSettings)
     return [
-        setting_option(field.name, kinds[field.name], field.default, field.metadata["help"], section=PLANNER)
+        setting_option(field.name, field.type, field.default, field.metadata["help"], section=PLANNER)
         for field in offline_options()
         if field.name not in without
     ]

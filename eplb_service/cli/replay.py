@@ -17,7 +17,13 @@ from rich.table import Table
 
 import eplb_service
 from eplb_core.atomic_write import check_output, write_atomically
-from eplb_core.planner.settings import POLICIES, PlannerSettings, planner_settings
+from eplb_core.planner.settings import (
+    DECISION_INTERVAL,
+    POLICIES,
+    WINDOW_STEPS,
+    PlannerSettings,
+    planner_settings,
+)
 from eplb_service.cli.file_options import (
     HEAT,
     PLACEMENT,
@@ -48,10 +54,12 @@ if TYPE_CHECKING:
 _COMPARISON = "Policies and schedules"
 
 WINDOW = option(
-    "512", "Maximum number of steps that a decision uses; several separated by commas.", metavar=SEVERAL
+    str(WINDOW_STEPS),
+    "Maximum number of steps that a decision uses; several separated by commas.",
+    metavar=SEVERAL,
 )
 INTERVAL = option(
-    "256",
+    str(DECISION_INTERVAL),
     "Steps between decisions, for flashlb the maximum; several separated by commas.",
     metavar=SEVERAL,
 )

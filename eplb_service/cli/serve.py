@@ -24,20 +24,23 @@ _log = structlog.get_logger(__name__)
 _LEASE_LOST_EXIT_CODE = 1
 
 
-def _flags() -> list[Any]:
-    """Return the service's own flags, followed by the planner's flags.
+def _only_if_given(context: typer.Context, flag: typer.CallbackParam, value: Any) -> Any:
+    """Return ``None`` instead of a flag's default, so that the environment and the file apply."""
+    source = context.get_parameter_source(str(flag.name))
+    return value if source is not None and source.name == "COMMANDLINE" else None
 
-    They have no defaults here, so that a flag overrides the environment and the file only if it is given.
-    """
+
+def _flags() -> list[Any]:
+    """Return the service's own flags, followed by the planner's flags."""
     planner = PlannerSettings.__dataclass_fields__
     return [
         setting_option(
             name,
             field.annotation,
-            None,
-            f"{field.description}" + ("" if field.default is None else f" [{field.default}]"),
+            field.default,
+            field.description or "",
             section=PLANNER if name in planner else None,
-            show_default=False,
+            callback=_only_if_given,
         )
         for name, field in sorted(ServiceSettings.model_fields.items(), key=lambda item: item[0] in planner)
     ]

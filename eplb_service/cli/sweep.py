@@ -15,9 +15,7 @@ from rich.table import Table
 from eplb_core.atomic_write import check_output
 from eplb_core.placement import PlacementError
 from eplb_core.planner.settings import (
-    NumberOrAuto,
     PlannerSettings,
-    number_or_auto,
     offline_options,
     planner_settings,
 )
@@ -174,10 +172,12 @@ def _choices(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _value(setting: Field[Any], text: str) -> Any:
-    kind = setting.metadata["kind"]
+    from pydantic import TypeAdapter, ValidationError
+
+    kind: Any = setting.type
     try:
-        return number_or_auto(text) if kind == NumberOrAuto else kind(text)
-    except ValueError:
+        return TypeAdapter(kind).validate_python(text)
+    except ValidationError:
         raise UserError(f"--set {setting.name}: {text!r} is not a number") from None
 
 

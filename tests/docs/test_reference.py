@@ -23,6 +23,10 @@ CLI = cli_page()
 SETTINGS = settings_page()
 
 
+def is_a_sentence(text: str) -> bool:
+    return text[:1].isupper() and text.endswith(".")
+
+
 def test_every_command_has_a_section_with_its_options():
     sections = dict(zip(*[iter(re.split(r"^## (.*)$", CLI, flags=re.MULTILINE)[1:])] * 2, strict=True))
     listed = list(commands())
@@ -30,14 +34,15 @@ def test_every_command_has_a_section_with_its_options():
     assert {command.name.split()[1] for command in listed} == set(COMMANDS)
     for command in listed:
         for option in command.options:
-            assert option.help, (command.name, option.flags)
+            assert is_a_sentence(option.help), (command.name, option.flags)
             for flag in option.flags:
                 assert f"`{flag}`" in sections[command.name], (command.name, flag)
 
 
 def test_every_setting_and_environment_variable_is_listed():
     for settings, prefix in ((ServiceSettings, "EPLB_"), (AgentSettings, "EPLB_AGENT_")):
-        for name in settings.model_fields:
+        for name, field in settings.model_fields.items():
+            assert is_a_sentence(field.description), name
             assert f"| `{name}` | `{prefix}{name.upper()}` |" in SETTINGS
     named = {
         variable
@@ -48,6 +53,13 @@ def test_every_setting_and_environment_variable_is_listed():
     } - {"EPLB_AGENT"}
     assert {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_LISTEN"} <= named
     assert {variable for variable in named if f"`{variable}`" not in SETTINGS} == set()
+
+
+def test_settings_are_listed_with_their_bounds_and_defaults():
+    assert "| `min_gain` | `EPLB_MIN_GAIN` | number, ≥ 0.0 | `0.01` |" in SETTINGS
+    assert "| `deal_width` | `EPLB_DEAL_WIDTH` | integer, ≥ 1, ≤ 64 | `16` |" in SETTINGS
+    assert "| `window_steps` | `EPLB_WINDOW_STEPS` | integer, ≥ 1, ≤ 65536 | `512` |" in SETTINGS
+    assert "| `--window-steps` `N` | `512` |" in CLI
 
 
 def test_every_metric_is_listed_with_its_labels_and_meaning():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+from eplb_core.planner.settings import PlannerSettings
 from tools.docs_reference.command_line import commands
 from tools.docs_reference.markdown import code, escaped, plain, table
+
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 class Setting(NamedTuple):
@@ -25,7 +29,11 @@ def service_settings() -> list[Setting]:
     """Return all settings of ``eplb serve``. Each is a flag, an environment variable and a YAML key."""
     from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings
 
-    return [_setting(name, ENVIRONMENT_PREFIX, field) for name, field in ServiceSettings.model_fields.items()]
+    bounds = {option.name: option.metadata["bounds"] for option in fields(PlannerSettings)}
+    return [
+        _setting(name, ENVIRONMENT_PREFIX, field, **bounds.get(name, {}))
+        for name, field in ServiceSettings.model_fields.items()
+    ]
 
 
 def agent_settings() -> list[Setting]:
@@ -46,13 +54,10 @@ def command_variables() -> dict[str, str]:
     }
 
 
-def _setting(name: str, prefix: str, field: Any) -> Setting:
-    bounds = [
-        f"{sign} {bound}"
-        for constraint in field.metadata
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if (bound := getattr(constraint, attribute, None)) is not None
-    ]
+def _setting(name: str, prefix: str, field: Any, **bounds: float) -> Setting:
+    for constraint in field.metadata:
+        bounds |= {bound: getattr(constraint, bound) for bound in _SIGNS if hasattr(constraint, bound)}
+    limits = [f"{_SIGNS[bound]} {value}" for bound, value in bounds.items()]
     kind = _kind(field.annotation)
     if field.default_factory is not None:
         default = f"{field.default_factory.__name__}()"
@@ -60,7 +65,7 @@ def _setting(name: str, prefix: str, field: Any) -> Setting:
         default = "unset" if field.default is None else str(field.default)
         default = default.lower() if isinstance(field.default, bool) else default
     return Setting(
-        name, prefix + name.upper(), ", ".join([kind, *bounds]), default, plain(field.description or "")
+        name, prefix + name.upper(), ", ".join([kind, *limits]), default, plain(field.description or "")
     )
 
 
@@ -80,8 +85,6 @@ def _kind(annotation: Any) -> str:
 
 def settings_page() -> str:
     """Return the text of ``reference/settings.md``."""
-    from eplb_core.planner.settings import PlannerSettings
-
     planner = set(PlannerSettings.__dataclass_fields__)
     service = service_settings()
     sections = [

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from eplb_core.cost.curve import CostCurve
 from eplb_core.planner.settings import (
+    DECISION_INTERVAL,
+    WINDOW_STEPS,
     NumberOrAuto,
     PlannerSettings,
     number_or_auto,
-    planner_options,
     planner_settings,
 )
 from eplb_core.planner.settings import SettingsError as PlannerSettingsError
@@ -63,18 +66,17 @@ _ReportSteps = Annotated[int | Literal["auto"], BeforeValidator(_checked_report_
 _LeaseName = Annotated[str, AfterValidator(checked_lease)]
 
 
-def _field_type(kind: Any, default: Any) -> Any:
-    if kind == NumberOrAuto:
-        return Annotated[kind, BeforeValidator(number_or_auto)]
-    return kind if default is not None else kind | None
-
-
+_TYPES: dict[Any, Any] = {
+    NumberOrAuto: Annotated[NumberOrAuto, BeforeValidator(number_or_auto)],
+    CostCurve | None: str | None,
+}
+"""Types of planner settings before they are parsed."""
 _PLANNER_FIELDS: dict[str, Any] = {
     option.name: (
-        _field_type(option.metadata["kind"], option.default),
+        _TYPES.get(option.type, option.type),
         Field(option.default, description=option.metadata["help"]),
     )
-    for option in planner_options()
+    for option in fields(PlannerSettings)
 }
 _PlannerFields: type[BaseModel] = create_model("_PlannerFields", **_PLANNER_FIELDS)
 
@@ -85,90 +87,95 @@ class ServiceSettings(_PlannerFields):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     listen: _Address = Field(
-        DEFAULT_ADDRESS, description="host:port for agents and operators; port 0 selects a free port"
+        DEFAULT_ADDRESS,
+        description="Address (host:port) for agents and operators; port 0 selects a free port.",
     )
     metrics: _Address = Field(
-        "127.0.0.1:9464", description="host:port of /metrics, and of the web page unless page is set"
+        "127.0.0.1:9464",
+        description="Address (host:port) of /metrics, and of the web page unless page is set.",
     )
-    page: _Address | None = Field(None, description="host:port of the web page, with TLS if tls_cert is set")
+    page: _Address | None = Field(
+        None, description="Address (host:port) of the web page, with TLS if tls_cert is set."
+    )
     store: str | None = Field(
         None,
         min_length=1,
         description="SQLite file for leader terms, deployments and plans, or ':memory:'; by default eplb/state.sqlite3 "
-        "in $XDG_STATE_HOME or ~/.local/state",
+        "in $XDG_STATE_HOME or ~/.local/state.",
     )
     window_steps: int = Field(
-        512,
+        WINDOW_STEPS,
         ge=1,
         le=65536,
-        description="maximum number of steps that a decision uses; older steps are used only if their heat is similar",
+        description="Maximum number of steps that a decision uses; older steps are used only if their heat is similar.",
     )
     decision_interval: int = Field(
-        256,
+        DECISION_INTERVAL,
         ge=1,
-        description="steps before the first decision, and maximum between decisions; fewer after a change of heat",
+        description="Steps before the first decision, and maximum between decisions; fewer after a change of heat.",
     )
     cpu_share: float = Field(
         0.1,
         gt=0,
-        description="CPU cores that a deployment's decisions may use on average; decisions are delayed if necessary",
+        description="CPU cores that a deployment's decisions may use on average; decisions are delayed if necessary.",
     )
     prior: str | None = Field(
         None,
-        description="heat for first plans, as DEPLOYMENT=SOURCE,...; a source is another deployment or a trace",
+        description="Heat for first plans, as DEPLOYMENT=SOURCE,...; a source is another deployment or a trace.",
     )
     report_steps: _ReportSteps = Field(
         "auto",
-        description=f"steps per heat report, 1 to {_MAX_REPORT_STEPS}; auto: 16, and up to 64 with many ranks",
+        description=f"Steps per heat report, 1 to {_MAX_REPORT_STEPS}; auto: 16, and up to 64 with many ranks.",
     )
     heat_phase: Literal["all", "prefill", "decode"] = Field(
         "all",
-        description="steps to plan for: all, prefill (at least one rank prefills) or decode (no rank prefills)",
+        description="Steps to plan for: all, prefill (at least one rank prefills) or decode (no rank prefills).",
     )
     heartbeat_seconds: float = Field(
-        2.0, ge=0.05, le=60, description="seconds between the heartbeats of an agent"
+        2.0, ge=0.05, le=60, description="Seconds between the heartbeats of an agent."
     )
     forget_after_seconds: float = Field(
         7 * 86400.0,
         ge=0,
-        description="seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never",
+        description="Seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never.",
     )
     max_message_bytes: int = Field(
-        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="maximum size of an agent's request"
+        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="Maximum size of an agent's request."
     )
-    max_streams: int = Field(8192, ge=1, description="maximum number of open calls, streams and connections")
+    max_streams: int = Field(8192, ge=1, description="Maximum number of open calls, streams and connections.")
     max_streams_per_peer: int = Field(
-        1024, ge=1, description="maximum number of open calls and streams per host without credentials"
+        1024, ge=1, description="Maximum number of open calls and streams per host without credentials."
     )
     max_heat_bytes: int = Field(
-        2 << 30, ge=1 << 20, description="memory limit for the heat of all deployments"
+        2 << 30, ge=1 << 20, description="Memory limit for the heat of all deployments."
     )
-    solve_timeout_seconds: float = Field(120.0, gt=0, description="seconds after which a decision times out")
+    solve_timeout_seconds: float = Field(120.0, gt=0, description="Seconds after which a decision times out.")
     auth_token: SecretStr | None = Field(
-        None, description="shared token that every call must send as 'authorization: Bearer TOKEN'"
+        None, description="Shared token that every call must send as 'authorization: Bearer TOKEN'."
     )
     tls_cert: Path | None = Field(
-        None, description="PEM certificate chain; set it together with tls_key to serve TLS"
+        None, description="PEM certificate chain; set it together with tls_key to serve TLS."
     )
-    tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    tls_key: Path | None = Field(None, description="PEM private key of tls_cert.")
     tls_client_ca: Path | None = Field(
         None,
-        description="PEM file of the CA that signs client certificates, which are then required (mutual TLS)",
+        description="PEM file of the CA that signs client certificates, which are then required (mutual TLS).",
     )
     credentials: Path | None = Field(
-        None, description="YAML file of credentials by role, deployment and rank; reloaded when it changes"
+        None, description="YAML file of credentials by role, deployment and rank; reloaded when it changes."
     )
     insecure: bool = Field(
-        False, description="allow addresses other than loopback without TLS or credentials"
+        False, description="Allow addresses other than loopback without TLS or credentials."
     )
     lease: _LeaseName | None = Field(
-        None, description="lead only while holding this lease: file:PATH or kubernetes:NAME"
+        None, description="Lead only while holding this lease: file:PATH or kubernetes:NAME."
     )
     health: _Address | None = Field(
-        None, description="host:port that serves only gRPC health checks, without TLS or credentials"
+        None,
+        description="Address (host:port) that serves only gRPC health checks, without TLS or credentials.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="minimum level of log lines"
+        "info", description="Minimum level of log lines."
     )
 
     @model_validator(mode="after")
@@ -193,7 +200,7 @@ class ServiceSettings(_PlannerFields):
 
     def planner(self) -> PlannerSettings:
         """Return the settings of the planner."""
-        return planner_settings({option.name: getattr(self, option.name) for option in planner_options()})
+        return planner_settings(self.model_dump(include=set(_PLANNER_FIELDS)))
 
 
 def default_store(environment: Mapping[str, str] = os.environ) -> Path:

@@ -78,6 +78,18 @@ def test_connections_without_tls_do_not_fill_the_log(tmp_path: Path) -> None:
     assert len(errors.splitlines()) < 10, errors
 
 
+def test_a_flag_overrides_its_variable_even_with_the_default_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eplb_service.cli.main import run
+
+    monkeypatch.setenv("EPLB_WINDOW_STEPS", "0")
+    assert run(["serve", "--listen", "nowhere"]) == 2
+    assert "setting window_steps" in capsys.readouterr().err
+    assert run(["serve", "--listen", "nowhere", "--window-steps", "512"]) == 2
+    assert "setting window_steps" not in capsys.readouterr().err
+
+
 NESTED = "[" * 100_000
 
 

@@ -28,10 +28,6 @@ def test_flags_override_the_environment_and_the_environment_overrides_the_file(c
     assert settings.policy == ServiceSettings.model_fields["policy"].default
 
 
-def test_every_setting_has_a_description() -> None:
-    assert all(field.description for field in ServiceSettings.model_fields.values())
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
