@@ -33,7 +33,7 @@ class Steps:
 
 
 class IntervalBalance:
-    """Sums the balance of steps until an interval is over.
+    r"""Sums the balance of steps until an interval is over.
 
     Parameters
     ----------

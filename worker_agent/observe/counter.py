@@ -50,7 +50,8 @@ class RouterCounter:
         self._is_real_T = torch.ones(max_rows, dtype=torch.bool, device=device)
 
     def expect(self, tokens: int) -> None:
-        """Set the number of real tokens in the next pass. Call it on the stream on which the pass is queued."""
+        """Prepare for a pass with this number of real tokens. Call it on the stream on which the pass is queued."""
+        self._choices.clear()
         torch.lt(self._row_T, tokens, out=self._is_real_T)
 
     def count(self, layer: int, ids_TK: torch.Tensor, real_tokens: torch.Tensor | None = None) -> None:
@@ -86,7 +87,7 @@ class RouterCounter:
         self.rings.layer_runs(0, 1)
 
     def record(self, *, counts: bool = True) -> None:
-        """Write the row of the last pass, and clear the counts.
+        """Write the row of the last pass.
 
         Parameters
         ----------
@@ -94,4 +95,3 @@ class RouterCounter:
             False if this rank's choices do not count: the pass was a dummy, or another rank counts the same tokens.
         """
         self.rings.record(chosen_LX=self._choices.chosen_LE[:, : self._experts] if counts else None)
-        self._choices.clear()

@@ -30,8 +30,8 @@ class ObservedLayout:
     experts
         E, logical experts per layer.
     table_LE
-        int32 ``[L, E]``, physical expert that receives the tokens of each expert, for an engine that uses one replica
-        per expert. ``None`` for an engine that splits an expert's tokens evenly over its replicas.
+        int32 ``[L, E]``, physical expert that receives this rank's tokens of each expert, for an engine in which each
+        rank uses one replica per expert. ``None`` for an engine that splits tokens evenly over the replicas.
 
     Examples
     --------
@@ -64,12 +64,9 @@ class ObservedLayout:
 
     @property
     def shares_LER(self) -> npt.NDArray[np.float32]:
-        """Share of each expert's tokens that each rank receives, float32 ``[L, E, R]``."""
-        layers, ranks, slots = self.phy2log_LRS.shape
+        """Share of each expert's tokens that each rank receives if replicas share evenly, float32 ``[L, E, R]``."""
+        layers, ranks, _ = self.phy2log_LRS.shape
         shares_LER = np.zeros((layers, self.experts, ranks), dtype=np.float32)
-        if self.table_LE is not None:
-            np.put_along_axis(shares_LER, (self.table_LE // slots)[:, :, None], 1.0, axis=2)
-            return shares_LER
         layer, rank, slot = np.nonzero(self.phy2log_LRS >= 0)
         np.add.at(shares_LER, (layer, self.phy2log_LRS[layer, rank, slot], rank), 1.0)
         normalised: npt.NDArray[np.float32] = shares_LER / shares_LER.sum(axis=2, keepdims=True)

@@ -1,6 +1,7 @@
 """Observer in an inference rank: records heat and step times, and never touches the engine.
 
-An engine's module calls ``before_pass`` and ``after_pass`` around each forward pass, on every rank. It calls ``placed`` when the engine itself has moved experts.
+An engine's module calls ``before_pass`` and ``after_pass`` around each forward pass, on every rank. It calls ``placed``
+when the engine itself has moved experts.
 """
 
 from __future__ import annotations
@@ -401,9 +402,18 @@ class Observer:
         )
 
 
+class NotObservedError(Exception):
+    """An engine or model cannot be observed. The message is the reason."""
+
+
 def not_observed(reason: str) -> None:
     """Say once, at the start, why an engine is served without observing it."""
     log.warning("eplb-agent does NOT observe this engine, which serves unchanged: %s", reason)
+
+
+def without_expert_parallelism(ranks: int) -> str:
+    """Return the sentence that says what the imbalance means for experts that are split between ranks."""
+    return f"Without expert parallelism, the imbalance is what expert parallelism over these {ranks} ranks would have"
 
 
 def _shared_store() -> Store | None:

@@ -20,7 +20,16 @@ from worker_agent.adapters.compat import Patches, UnsupportedEngineError, mismat
 from worker_agent.adapters.vllm.host import dispatch_of, token_group
 from worker_agent.observe.counter import RouterCounter
 from worker_agent.observe.layout import ObservedLayout, linear
-from worker_agent.observe.observer import Observer, Ranks, harmless, log, meet, not_observed
+from worker_agent.observe.observer import (
+    NotObservedError,
+    Observer,
+    Ranks,
+    harmless,
+    log,
+    meet,
+    not_observed,
+    without_expert_parallelism,
+)
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 PATCHES: Patches = {
@@ -172,7 +181,7 @@ class _Model:
 
     @classmethod
     def of(cls, worker: Any) -> _Model:
-        """Find the layers of a worker's target model. Raises ``LookupError`` if they cannot be observed."""
+        """Find the layers of a worker's target model. Raises ``NotObservedError`` if it has none."""
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
         runner = worker.model_runner
@@ -184,7 +193,7 @@ class _Model:
         # In some releases, a layer and its runner share a router.
         layers = list({id(module.router): module for module in reversed(found)}.values())[::-1]
         if not layers:
-            raise LookupError(
+            raise NotObservedError(
                 "vLLM's routers choose no experts in this model; its MoE layers, if any, route otherwise"
             )
         for state in getattr(getattr(runner, "eplb_state", None), "model_states", {}).values():
@@ -194,7 +203,7 @@ class _Model:
                 return cls(balanced, experts, state.physical_to_logical_map.device, state)
         sizes = {int(layer.router.global_num_experts) for layer in layers}
         if len(sizes) > 1:
-            raise LookupError(f"its MoE layers have different numbers of experts ({sorted(sizes)})")
+            raise NotObservedError(f"its MoE layers have different numbers of experts ({sorted(sizes)})")
         return cls(layers, sizes.pop(), torch.device(runner.device))
 
     def local_experts(self) -> list[list[int]] | None:
@@ -215,14 +224,14 @@ def observe(worker: Any) -> VllmObservation | None:
     config = worker.vllm_config
     try:
         if config.parallel_config.pipeline_parallel_size > 1:
-            raise LookupError("with pipeline parallelism, no rank sees all layers")
+            raise NotObservedError("with pipeline parallelism, no rank sees all layers")
         model = _Model.of(worker)
         if any(dispatch_of(layer).monolithic for layer in model.layers):
-            raise LookupError(
+            raise NotObservedError(
                 "its experts route inside their kernel, where nothing can count; choose another MoE backend"
             )
         return VllmObservation(model, config)
-    except LookupError as error:
+    except NotObservedError as error:
         reason = str(error)
     except UnsupportedEngineError as error:
         reason = f"{error.subject}. {error.reason}"
