@@ -28,7 +28,7 @@ from tests.adapters.vllm_fakes import (
 from tests.ranks import run_ranks
 from worker_agent.adapters import engine_host
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.vllm.host import VllmHost, dispatch_of, _TokenGroup, token_group
+from worker_agent.adapters.vllm.host import VllmHost, _TokenGroup, dispatch_of, token_group
 
 
 def layer_of_023(**dispatch):

@@ -54,7 +54,7 @@ class RouterCounter:
         self._choices.clear()
         torch.lt(self._row_T, tokens, out=self._is_real_T)
 
-    def count(self, layer: int, ids_TK: torch.Tensor, real_tokens: torch.Tensor | None = None) -> None:
+    def count(self, layer: int, ids_TK: torch.Tensor, is_real_T: torch.Tensor | None = None) -> None:
         """Count the choices of a layer at the point where the model routes. A graph may capture this.
 
         Parameters
@@ -63,23 +63,20 @@ class RouterCounter:
             Index of the layer.
         ids_TK
             ``[T, K]``, logical expert of each choice.
-        real_tokens
-            Number of real tokens, as a scalar on the device, if the engine has one.
+        is_real_T
+            bool ``[T]``, False for padding, if the engine knows. By default, padding follows from ``expect``.
         """
         self.rings.layer_runs(layer, self._layers)
-        self.count_choices(layer, ids_TK, real_tokens)
+        self.count_choices(layer, ids_TK, is_real_T)
 
-    def count_choices(
-        self, layer: int, ids_TK: torch.Tensor, real_tokens: torch.Tensor | None = None
-    ) -> None:
+    def count_choices(self, layer: int, ids_TK: torch.Tensor, is_real_T: torch.Tensor | None = None) -> None:
         """Count the choices of a layer without counting the pass; see ``count``."""
         is_expert_TK = (ids_TK >= 0) & (ids_TK < self._experts)
         rows = ids_TK.shape[0]
-        if real_tokens is not None:
-            row_T = torch.arange(rows, device=ids_TK.device)
-            is_expert_TK &= (row_T < real_tokens)[:, None]
-        elif rows <= len(self._is_real_T):
-            is_expert_TK &= self._is_real_T[:rows, None]
+        if is_real_T is None and rows <= len(self._is_real_T):
+            is_real_T = self._is_real_T[:rows]
+        if is_real_T is not None:
+            is_expert_TK &= is_real_T[:, None]
         self._choices.count(layer, torch.where(is_expert_TK, ids_TK, self._experts))
 
     def count_pass(self) -> None:

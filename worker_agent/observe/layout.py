@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,3 +155,42 @@ def linear(layers: int, experts: int, ranks: int) -> Int32:
     row_RS[np.arange(slots) < sizes_R[:, None]] = np.arange(experts)
     placement_LRS: Int32 = np.broadcast_to(row_RS, (layers, ranks, slots)).copy()
     return placement_LRS
+
+
+def placement_of_slots(slots: Sequence[Sequence[Sequence[int]]]) -> Int32:
+    """Return the placement of ranks that may have different numbers of experts.
+
+    Parameters
+    ----------
+    slots
+        Logical experts of each rank's local slots, by rank and layer.
+
+    Returns
+    -------
+    numpy.ndarray
+        int32 ``[L, R, S]``, -1 for an empty slot.
+
+    Examples
+    --------
+    >>> placement_of_slots([[[0, 1]], [[2]]]).tolist()
+    [[[0, 1], [2, -1]]]
+    """
+    most = max(len(experts) for rank_slots in slots for experts in rank_slots)
+    phy2log_LRS = np.full((len(slots[0]), len(slots), most), -1, dtype=np.int32)
+    for rank, rank_slots in enumerate(slots):
+        for layer, experts in enumerate(rank_slots):
+            phy2log_LRS[layer, rank, : len(experts)] = experts
+    return phy2log_LRS
+
+
+def experts_in_slots(expert_map_E: npt.NDArray[np.integer]) -> list[int]:
+    """Return the logical experts of a rank's slots from the local slot of each expert, -1 if the rank has none.
+
+    Examples
+    --------
+    >>> experts_in_slots(np.array([-1, 1, 0, -1]))
+    [2, 1]
+    """
+    held = np.flatnonzero(expert_map_E >= 0)
+    experts: list[int] = held[np.argsort(expert_map_E[held])].tolist()
+    return experts

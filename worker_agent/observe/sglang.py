@@ -112,7 +112,10 @@ class SglangObservation:
         shared = int(getattr(config, "num_shared_topk_slots", 0))
         if shared and topk_ids.shape[-1] == config.top_k:
             topk_ids = topk_ids[:, :-shared]
-        self._counter.count_choices(index, topk_ids, real_tokens)
+        is_real_T = None
+        if real_tokens is not None:
+            is_real_T = torch.arange(topk_ids.shape[0], device=topk_ids.device) < real_tokens
+        self._counter.count_choices(index, topk_ids, is_real_T)
 
     @harmless
     def before(self) -> None:
@@ -174,7 +177,7 @@ def _check(model: Any, parallel: Any, layer_ids: list[int], metadata: Any) -> No
 
 
 def _observe(_: Any, runner: Any) -> None:
-    """Start observing after ``initialize`` (collective over the tensor-parallel group), or say why it cannot be done."""
+    """Start observing after ``initialize`` (collective over the tensor-parallel group), or say why it is impossible."""
     if runner.is_draft_worker:
         return
     from sglang.srt.runtime_context import get_parallel

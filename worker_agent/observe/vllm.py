@@ -6,30 +6,26 @@ logical experts, and after vLLM's EPLB has committed a new map.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 
 from eplb_core.placement import Int32
-from worker_agent.adapters.batch import Batch, batch_of, share_of_rank, step_of
-from worker_agent.adapters.compat import Patches, UnsupportedEngineError, mismatches, nearest, read_known
+from worker_agent.adapters.batch import share_of_rank
+from worker_agent.adapters.compat import Patches, read_known
 from worker_agent.adapters.vllm.host import dispatch_of, token_group
 from worker_agent.observe.counter import RouterCounter
-from worker_agent.observe.layout import ObservedLayout, linear
+from worker_agent.observe.layout import ObservedLayout, experts_in_slots, linear, placement_of_slots
 from worker_agent.observe.observer import (
     NotObservedError,
     Observer,
-    Ranks,
     harmless,
-    log,
     meet,
-    not_observed,
     without_expert_parallelism,
 )
+from worker_agent.observe.worker import WorkerObservation, hooks_fit, watch_worker
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 PATCHES: Patches = {
@@ -45,16 +41,13 @@ def install() -> None:
     """Add the hooks. If they do not fit this release of vLLM, say so and change nothing."""
     import vllm
 
-    known = read_known("worker_agent.adapters.vllm")
-    functions = known[nearest(vllm.__version__, known)]
-    hooked = {target: functions[target] for target in PATCHES}
-    fatal = [mismatch.target for mismatch in mismatches(hooked, PATCHES) if mismatch.fatal]
-    if fatal:
-        not_observed(f"the hooks do not fit {', '.join(fatal)} of vLLM {vllm.__version__}; use a newer agent")
+    if not hooks_fit("vLLM", vllm.__version__, read_known("worker_agent.adapters.vllm"), PATCHES):
         return
     _count_choices()
     _follow_commits()
-    _watch_worker()
+    from vllm.v1.worker.gpu_worker import Worker
+
+    watch_worker(Worker, _observe)
 
 
 def _count_choices() -> None:
@@ -99,63 +92,6 @@ def _follow_commits() -> None:
 
     eplb_state._commit_eplb_maps = commit_observed
     eplb_state._commit_eplb_maps_for_layer = commit_layer_observed
-
-
-def _watch_worker() -> None:
-    """Start observing once the model is loaded, and call the observation around each batch outside the warm-up."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    def hook(name: str, call_around: Callable[..., Any]) -> None:
-        original = getattr(Worker, name)
-
-        @wraps(original)
-        def hooked(self: Any, *arguments: Any, **named: Any) -> Any:
-            return call_around(original, self, *arguments, **named)
-
-        setattr(Worker, name, hooked)
-
-    def load_model(original: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(worker, *arguments, **named)
-        worker.eplb_observation = observe(worker)
-        return result
-
-    def warm_up(original: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-        # vLLM's second model runner warms up with batches of its own.
-        observation = worker.eplb_observation
-        worker.eplb_observation = None
-        try:
-            return original(worker, *arguments, **named)
-        finally:
-            worker.eplb_observation = observation
-
-    def execute_model(
-        original: Callable[..., Any], worker: Any, scheduler_output: Any, *rest: Any, **named: Any
-    ) -> Any:
-        observation = worker.eplb_observation
-        if observation is None:
-            return original(worker, scheduler_output, *rest, **named)
-        observation.before(scheduler_output)
-        result = original(worker, scheduler_output, *rest, **named)
-        observation.after()
-        return result
-
-    def execute_dummy_batch(original: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-        observation = worker.eplb_observation
-        if observation is not None:
-            observation.before_dummy()
-        result = original(worker, *arguments, **named)
-        if observation is not None:
-            observation.after()
-        return result
-
-    Worker.eplb_observation = None
-    for name, call_around in {
-        "load_model": load_model,
-        "compile_or_warm_up_model": warm_up,
-        "execute_model": execute_model,
-        "execute_dummy_batch": execute_dummy_batch,
-    }.items():
-        hook(name, call_around)
 
 
 @dataclass(frozen=True)
@@ -213,37 +149,21 @@ class _Model:
             expert_map = getattr(getattr(layer, "routed_experts", layer), "_expert_map", None)
             if expert_map is None:
                 return None
-            local_E = expert_map.cpu().numpy()[: self.experts]
-            held = np.flatnonzero(local_E >= 0)
-            rows.append(held[np.argsort(local_E[held])].tolist())
+            rows.append(experts_in_slots(expert_map.cpu().numpy()[: self.experts]))
         return rows
 
 
-def observe(worker: Any) -> VllmObservation | None:
-    """Start observing a worker's model (collective over the EP group), or say why it cannot be observed."""
-    config = worker.vllm_config
-    try:
-        if config.parallel_config.pipeline_parallel_size > 1:
-            raise NotObservedError("with pipeline parallelism, no rank sees all layers")
-        model = _Model.of(worker)
-        if any(dispatch_of(layer).monolithic for layer in model.layers):
-            raise NotObservedError(
-                "its experts route inside their kernel, where nothing can count; choose another MoE backend"
-            )
-        return VllmObservation(model, config)
-    except NotObservedError as error:
-        reason = str(error)
-    except UnsupportedEngineError as error:
-        reason = f"{error.subject}. {error.reason}"
-    except Exception:
-        log.exception("rank %d: eplb-agent could not begin to observe this engine", worker.rank)
-        reason = "see the error above"
-    if worker.rank == 0:
-        not_observed(reason)
-    return None
+def _observe(worker: Any) -> VllmObservation:
+    """Start observing a worker's model (collective over the EP group)."""
+    model = _Model.of(worker)
+    if any(dispatch_of(layer).monolithic for layer in model.layers):
+        raise NotObservedError(
+            "its experts route inside their kernel, where nothing can count; choose another MoE backend"
+        )
+    return VllmObservation(model, worker.vllm_config)
 
 
-class VllmObservation:
+class VllmObservation(WorkerObservation):
     """Observation of one rank's target model.
 
     Parameters
@@ -252,11 +172,6 @@ class VllmObservation:
         The model's MoE layers.
     config
         vLLM's ``VllmConfig``.
-
-    Attributes
-    ----------
-    observer
-        This rank's observer.
     """
 
     def __init__(self, model: _Model, config: Any) -> None:
@@ -269,21 +184,18 @@ class VllmObservation:
         tokens = token_group(model.layers, parallel, rank, size)
         self._gathers = dispatch.naive
         local = model.local_experts() if model.state is None else None
-        ranks, slots = meet(local, tokens.number, group.cpu_group)
+        self._ranks, slots = meet(local, tokens.number, group.cpu_group)
         self._phy2log_LRS, note = _placement_of(model, slots)
         self._experts = model.experts
-        self._share = None
-        if parallel.data_parallel_size == 1 or not self._gathers:
-            self._share = share_of_rank(rank, size // parallel.data_parallel_size, tokens.number is not None)
-        self._ranks: Ranks = ranks
         removes_padding = not (self._gathers or dispatch.sequence_parallel)
-        self._counter = RouterCounter(
+        counter = RouterCounter(
             len(model.layers), model.experts, model.device, _max_rows(config) if removes_padding else 0
         )
-        self._batch: Batch | None = None
-        self._is_dummy = False
-        self._runs = False
-        self.observer = Observer.start(self._counter.rings, self._layout, ranks, "vLLM", note)
+        observer = Observer.start(counter.rings, self._layout, self._ranks, "vLLM", note)
+        share = None
+        if parallel.data_parallel_size == 1 or not self._gathers:
+            share = share_of_rank(rank, size // parallel.data_parallel_size, tokens.number is not None)
+        super().__init__(observer, counter, share)
         for index, layer in enumerate(model.layers):
             layer.router.eplb_observed_layer = (self, index)
         if model.state is not None:
@@ -293,15 +205,6 @@ class VllmObservation:
     def _layout(self) -> ObservedLayout:
         return ObservedLayout(self._phy2log_LRS, self._experts)
 
-    @property
-    def stopped(self) -> bool:
-        """True once an error has ended the observation."""
-        return self.observer.stopped
-
-    def stop(self, error: Exception) -> None:
-        """End the observation because of an error."""
-        self.observer.stop(error)
-
     @harmless
     def count(self, layer: int, topk_ids: torch.Tensor) -> None:
         """Count the choices of a layer's router."""
@@ -310,36 +213,9 @@ class VllmObservation:
         else:
             self._counter.rings.layer_runs(layer, len(self._phy2log_LRS))
 
-    @harmless
-    def before(self, scheduler_output: Any) -> None:
-        """Prepare for the batch that is about to run."""
-        self._batch = batch_of(scheduler_output)
-        self._is_dummy = False
-        self._runs = self._batch is not None
-        self._prepare(0 if self._batch is None else self._batch.tokens)
-
-    @harmless
-    def before_dummy(self) -> None:
-        """Prepare for a pass in which this rank has no tokens."""
-        self._batch = None
-        self._is_dummy = True
-        self._runs = True
-        self._prepare(0)
-
-    def _prepare(self, tokens: int) -> None:
-        if self._runs:
-            self.observer.before_pass()
-            self._counter.expect(tokens)
-
-    @harmless
-    def after(self) -> None:
-        """Record the pass that has just been queued, if there was one."""
-        if not self._runs:
-            return
-        self._runs = False
+    def _counts(self) -> bool:
         # A rank without tokens may still count those of other ranks, which are gathered before routing.
-        self._counter.record(counts=self._ranks.counts and (self._gathers or not self._is_dummy))
-        self.observer.after_pass(*step_of(self._batch, self._share, is_dummy=self._is_dummy))
+        return self._ranks.counts and (self._gathers or not self._is_dummy)
 
     @harmless
     def moved(self, layers: slice, phy2log: torch.Tensor) -> None:
@@ -376,15 +252,8 @@ def _placement_of(model: _Model, slots: list[list[list[int]] | None]) -> tuple[I
     if size == 1:
         return linear(layers, model.experts, 1), "With one rank, there is no imbalance"
     if any(rank_slots is None for rank_slots in slots):
-        note = f"Without expert parallelism, the imbalance is what expert parallelism over the same {size} ranks would have"
-        return linear(layers, model.experts, size), note
-    rows = [rank_slots for rank_slots in slots if rank_slots is not None]
-    most = max(len(experts) for rank_slots in rows for experts in rank_slots)
-    phy2log_LRS = np.full((layers, size, most), -1, dtype=np.int32)
-    for rank, rank_slots in enumerate(rows):
-        for layer, experts in enumerate(rank_slots):
-            phy2log_LRS[layer, rank, : len(experts)] = experts
-    return phy2log_LRS, ""
+        return linear(layers, model.experts, size), without_expert_parallelism(size)
+    return placement_of_slots([rank_slots for rank_slots in slots if rank_slots is not None]), ""
 
 
 def _max_rows(config: Any) -> int:
