@@ -97,8 +97,8 @@ def _observe(worker: Any) -> AscendObservation:
 class AscendObservation(WorkerObservation):
     """Observation of one rank's target model.
 
-    With all-gather dispatch, every rank sees all tokens, and only the first rank counts them. Otherwise, each rank counts
-    its own tokens.
+    With all-gather dispatch, every rank sees all tokens, and only the first rank counts them. Otherwise, each rank
+    counts its own tokens.
 
     Parameters
     ----------
