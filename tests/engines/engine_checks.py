@@ -61,7 +61,7 @@ def check_heat(status, service):
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
 
-def check_observed(service, folder, slots, steps=64):
+def check_observed(service, folder, steps=64):
     """Check that a service measures an observed deployment without planning for it, and advise on a recording."""
     service.wait_until(lambda status: status.status.observed and status.status.window_steps >= 64, 900)
     path = folder / "observed.zarr"
@@ -78,29 +78,27 @@ def check_observed(service, folder, slots, steps=64):
         "",
         [],
     )
-    check_trace(path, slots)
+    check_trace(path)
 
 
-def check_trace(path, slots):
+def check_trace(path):
     """Check that a recording has the same number of choices in every layer, and advise on it."""
     trace = open_trace(path)
     heat_TLE = trace.heat(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)
     assert (chosen_TL > 0).all()
     assert (chosen_TL == chosen_TL[:, :1]).all()
-    assert (
-        run(["advise", "--heat", str(path), "--ranks", "2", "--slots", str(slots), "--redundant", "0,2"]) == 0
-    )
+    assert run(["advise", "--heat", str(path), "--ranks", "2", "--redundant", "0,2"]) == 0
 
 
-def check_without_a_service(log, path, slots):
+def check_without_a_service(log, path):
     """Check the log lines and the trace file of an engine that is observed without a service."""
     lines = [line for line in log.read_text().splitlines() if " (PAR) over " in line]
     assert lines, log.read_text()[-6000:]
     print(lines[-1])
     for part in ("imbalance ", "hottest rank ", "layer ", " tokens, ", " ms a step"):
         assert part in lines[-1]
-    check_trace(path, slots)
+    check_trace(path)
 
 
 def in_engine(engine, site, code, **environment):

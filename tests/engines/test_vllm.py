@@ -353,7 +353,7 @@ def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
     load = LOAD | {"rounds": 1000, "until": str(enough), "engine": OBSERVED[case]}
     agent = OBSERVE | {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     observed = run_vllm(VLLM_032, load, name="observed", **agent)
-    check_observed(service, tmp_path, slots=4)
+    check_observed(service, tmp_path)
     enough.touch()
     answers = observed.answers()
     check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
@@ -365,4 +365,4 @@ def test_an_engine_observed_without_a_service_writes_its_balance_and_a_trace(cas
     settings = OBSERVE | {"EPLB_AGENT_LOG_INTERVAL_STEPS": "64", "EPLB_AGENT_TRACE": str(trace)}
     observed = run_vllm(VLLM_032, LOAD | {"rounds": 2, "engine": OBSERVED[case]}, name="observed", **settings)
     check_same_answers(observed.answers(), alone(run_vllm, rounds=2))
-    check_without_a_service(observed.log, trace, slots=4)
+    check_without_a_service(observed.log, trace)

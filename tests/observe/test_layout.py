@@ -1,4 +1,4 @@
-"""Layouts of observed engines, as they are reported to a service that accepts only its own kind of placement."""
+"""Layouts of observed engines, and their loads as a service computes them from a valid placement."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_rank_loads_follow_the_placement_that_the_engine_serves(phy2log_RS, expe
     heat_E = np.array([10.0, 20.0, 30.0, 40.0])
     assert loads(layout, heat_E) == pytest.approx(expected)
     assert heat_E @ layout.shares_LER[0] == pytest.approx(expected)
-    # The reported placement is valid, whatever the engine serves.
+    # The reported placement is always valid.
     assert isinstance(layout.rank(1).placement, Placement)
 
 

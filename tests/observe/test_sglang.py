@@ -36,9 +36,9 @@ class Metadata:
         table_E = torch.tensor([0, 5, 3, 4])
         self.logical_to_rank_dispatch_physical_map = table_E.repeat(3, 1) if static else None
 
-    def update(self, other, update_layer_ids):
+    def update(self, slots_P, update_layer_ids):
         for layer in update_layer_ids:
-            self.physical_to_logical_map_cpu[layer] = other
+            self.physical_to_logical_map_cpu[layer] = slots_P
 
 
 class TopK(torch.nn.Module):
@@ -51,7 +51,7 @@ class TopK(torch.nn.Module):
 
 
 class Engine:
-    """A fake SGLang of two ranks, of which this process is one, with the hooks applied."""
+    """A fake SGLang of two ranks, one of them in this process, with the hooks applied."""
 
     def __init__(
         self, monkeypatch, rank=0, scattered=False, static=False, model=None, metadata=True, **parallel
@@ -136,16 +136,16 @@ class Engine:
 def engine(monkeypatch, caplog):
     """Return a function that starts a fake engine, whose observation ends with the test."""
     caplog.set_level(logging.INFO, "eplb.agent")
-    made = []
+    engines = []
 
     def start(**options):
-        made.append(Engine(monkeypatch, **options))
-        return made[-1]
+        engines.append(Engine(monkeypatch, **options))
+        return engines[-1]
 
     yield start
-    for one in made:
-        if one.observation is not None:
-            one.observation.observer.close(60)
+    for started in engines:
+        if started.observation is not None:
+            started.observation.observer.close(60)
 
 
 def test_choices_are_counted_before_they_are_mapped(engine, caplog):

@@ -30,7 +30,7 @@ HALVES = torch.tensor([0, 2, 1, 3])
 
 
 class Engine:
-    """A fake vLLM of two tensor-parallel ranks, of which this process is one.
+    """A fake vLLM of two tensor-parallel ranks, one of them in this process.
 
     Parameters
     ----------
@@ -131,11 +131,11 @@ class Engine:
         def meet(facts, token_group, _):
             groups = tuple(0 if token_group is not None else number for number in range(ranks))
             per_rank = EXPERTS // ranks
-            others = [[list(range(r * per_rank, (r + 1) * per_rank))] * LAYERS for r in range(ranks)]
+            slots = [[list(range(r * per_rank, (r + 1) * per_rank))] * LAYERS for r in range(ranks)]
             if ranks == 1:
                 return Ranks.alone(), [facts]
-            assert facts is None or facts == others[rank]
-            return Ranks(rank, "the group", groups), [None] * ranks if facts is None else others
+            assert facts is None or facts == slots[rank]
+            return Ranks(rank, "the group", groups), [None] * ranks if facts is None else slots
 
         monkeypatch.setattr(observing, "meet", meet)
         monkeypatch.setattr(observer_module, "_shared_store", dist.HashStore)
@@ -164,16 +164,16 @@ class Engine:
 def engine(monkeypatch, caplog):
     """Return a function that starts a fake engine, whose observation ends with the test."""
     caplog.set_level(logging.INFO, "eplb.agent")
-    made = []
+    engines = []
 
     def start(**options):
-        made.append(Engine(monkeypatch, **options))
-        return made[-1]
+        engines.append(Engine(monkeypatch, **options))
+        return engines[-1]
 
     yield start
-    for one in made:
-        if one.observation is not None:
-            one.observation.observer.close(60)
+    for started in engines:
+        if started.observation is not None:
+            started.observation.observer.close(60)
 
 
 def test_choices_are_counted_without_eplb_and_without_padding(engine, caplog):
@@ -245,8 +245,8 @@ def test_maps_that_vllms_eplb_commits_are_followed(engine, caplog):
     assert observer.installed.placement.phy2log_LRS.tolist() == [[[0, 2], [1, 3]]] * LAYERS
     assert torch.equal(state.physical_to_logical_map, HALVES.repeat(LAYERS, 1))
     # A draft model's state is not observed.
-    other = SimpleNamespace(physical_to_logical_map=HALVES.repeat(LAYERS, 1))
-    started.commits._commit_eplb_maps(other, new_physical_to_logical_map=HALVES.repeat(LAYERS, 1))
+    draft = SimpleNamespace(physical_to_logical_map=HALVES.repeat(LAYERS, 1))
+    started.commits._commit_eplb_maps(draft, new_physical_to_logical_map=HALVES.repeat(LAYERS, 1))
     assert observer.layout is observer._layout
 
 

@@ -31,7 +31,7 @@ NEW_MAPS_RE = np.array([[0, 1, 2, -1], [2, -1, 0, 1]])
 
 
 class Engine:
-    """A fake vLLM-Ascend of two ranks, of which this process is one."""
+    """A fake vLLM-Ascend of two ranks, one of them in this process."""
 
     def __init__(self, monkeypatch, rank=0, eplb=False, parallel_experts=True, as_lists=False):
         class Layer(torch.nn.Module):
@@ -149,16 +149,16 @@ class Engine:
 def engine(monkeypatch, caplog):
     """Return a function that starts a fake engine, whose observation ends with the test."""
     caplog.set_level(logging.INFO, "eplb.agent")
-    made = []
+    engines = []
 
     def start(**options):
-        made.append(Engine(monkeypatch, **options))
-        return made[-1]
+        engines.append(Engine(monkeypatch, **options))
+        return engines[-1]
 
     yield start
-    for one in made:
-        if one.observation is not None:
-            one.observation.observer.close(60)
+    for started in engines:
+        if started.observation is not None:
+            started.observation.observer.close(60)
 
 
 @pytest.mark.parametrize("as_lists", [False, True])

@@ -77,7 +77,7 @@ class IntervalBalance:
         loads_TLR = loads_LTR.swapaxes(0, 1)
         self._par.append(step_par(loads_TLR))
         mean_TL1 = loads_TLR.mean(axis=2, keepdims=True)
-        # Each layer of each step weighs the same, whatever its tokens.
+        # Each layer of each step has the same weight, regardless of its number of tokens.
         load_R = (loads_TLR / np.where(mean_TL1 > 0, mean_TL1, 1.0)).sum(axis=(0, 1))
         self._load_R = load_R if self._load_R is None else self._load_R + load_R
         self._steps += len(steps.heat_TLE)
@@ -89,13 +89,16 @@ class IntervalBalance:
         """Return the line of the steps so far, and begin a new interval."""
         par_TL = np.concatenate(self._par)
         load_R = self._load_R
-        steps, tokens, micros = self._steps, self._tokens, self._micros
+        steps = self._steps
+        tokens = self._tokens
+        micros = self._micros
         self._clear()
         counted_TL = np.isfinite(par_TL)
         if load_R is None or not counted_TL.any():
             return f"no tokens in {steps} forward passes"
         per_layer_L = np.where(counted_TL, par_TL, 0.0).sum(axis=0) / np.maximum(counted_TL.sum(axis=0), 1)
-        rank, layer = int(load_R.argmax()), int(per_layer_L.argmax())
+        rank = int(load_R.argmax())
+        layer = int(per_layer_L.argmax())
         mean_par = per_layer_L[counted_TL.any(axis=0)].mean()
         time = f", {np.median(micros) / 1000:.1f} ms a step" if micros else ""
         return (

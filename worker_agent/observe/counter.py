@@ -22,8 +22,8 @@ class RouterCounter:
     device
         Device of the router's choices.
     max_rows
-        Maximum number of rows in a batch from which padding is removed; 0 if padding counts, because other ranks'
-        tokens are in the batch too.
+        Number of rows in the largest batch; padding in larger batches counts. 0 if all padding counts, because
+        batches also contain other ranks' tokens.
 
     Attributes
     ----------
@@ -50,12 +50,12 @@ class RouterCounter:
         self._is_real_T = torch.ones(max_rows, dtype=torch.bool, device=device)
 
     def expect(self, tokens: int) -> None:
-        """Prepare for a pass with this number of real tokens. Call it on the stream on which the pass is queued."""
+        """Prepare for a pass with this number of real tokens. Call it on the pass's stream."""
         self._choices.clear()
         torch.lt(self._row_T, tokens, out=self._is_real_T)
 
     def count(self, layer: int, ids_TK: torch.Tensor, is_real_T: torch.Tensor | None = None) -> None:
-        """Count the choices of a layer at the point where the model routes. A graph may capture this.
+        """Count the choices of a layer when its router runs. A graph may capture this.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Layout of an observed engine: where its experts are, and how it splits an expert's tokens over its replicas."""
+"""Layout of an observed engine: its placement, and the split of an expert's tokens over its replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker_agent.swap.rank_layout import RankLayout
 _MAX_ENTRIES = 12
 """Maximum number of table entries per expert. Up to four replicas, and six or twelve, get exactly equal shares."""
 _ENTRIES = {1: 1, 2: 2, 3: 6}
-"""Number of table entries with which up to this many replicas get equal shares."""
+"""Number of table entries that gives equal shares to up to this number of replicas."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ObservedLayout:
     """Placement that an engine serves, with tables that describe its split.
 
     An engine may place an expert twice on one rank, or leave a slot empty. The service accepts neither, so such a slot
-    is reported with another expert, to which the tables send no tokens. The loads of the ranks stay correct.
+    is reported with another expert that gets no tokens according to the tables. The loads of the ranks stay correct.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ class ObservedLayout:
     experts
         E, logical experts per layer.
     table_LE
-        int32 ``[L, E]``, physical expert that receives this rank's tokens of each expert, for an engine in which each
-        rank uses one replica per expert. ``None`` for an engine that splits tokens evenly over the replicas.
+        int32 ``[L, E]``, physical expert that receives this rank's tokens of each expert, if each rank
+        uses one replica per expert. ``None`` for an engine that splits tokens evenly over the replicas.
 
     Examples
     --------
@@ -105,7 +105,8 @@ class ObservedLayout:
             first_RE[np.arange(len(reported_RS)), reported_RS[:, slot]] = slot
         if self.table_LE is not None:
             rank_E = self.table_LE[layer] // slots
-            return (rank_E * slots + first_RE[rank_E, np.arange(self.experts)]).astype(np.int32)[:, None]
+            table_E: Int32 = (rank_E * slots + first_RE[rank_E, np.arange(self.experts)]).astype(np.int32)
+            return table_E[:, None]
         table_ED = np.zeros((self.experts, self.width), dtype=np.int32)
         for expert in range(self.experts):
             rank_K = np.nonzero(served_RS == expert)[0]
@@ -175,8 +176,8 @@ def placement_of_slots(slots: Sequence[Sequence[Sequence[int]]]) -> Int32:
     >>> placement_of_slots([[[0, 1]], [[2]]]).tolist()
     [[[0, 1], [2, -1]]]
     """
-    most = max(len(experts) for rank_slots in slots for experts in rank_slots)
-    phy2log_LRS = np.full((len(slots[0]), len(slots), most), -1, dtype=np.int32)
+    width = max(len(experts) for rank_slots in slots for experts in rank_slots)
+    phy2log_LRS = np.full((len(slots[0]), len(slots), width), -1, dtype=np.int32)
     for rank, rank_slots in enumerate(slots):
         for layer, experts in enumerate(rank_slots):
             phy2log_LRS[layer, rank, : len(experts)] = experts

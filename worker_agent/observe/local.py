@@ -1,8 +1,8 @@
 """Reports of an observed engine without a service: log lines and a trace file, written by the first rank.
 
-If several ranks count tokens, the others send their reports to the first rank through the store with which the engine's
-ranks found each other. A thread does this work, and never waits longer than some seconds, so that the model's thread
-does not wait at all.
+If several ranks count tokens, the others send their reports to the first rank through the engine's own store, which
+its ranks used to find each other. A thread does this work and never waits longer than some seconds, so the model's
+thread does not wait at all.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LocalReports:
         self._store.set(key, file.getvalue())
         self._sent.append(key)
         if len(self._sent) > _MAX_REPORTS:
-            # The first rank deletes what it reads; this bounds what it does not read.
+            # The first rank deletes each report that it reads. This limits the number of unread reports.
             self._store.delete_key(self._sent.popleft())
 
     def _receive(self, peer: int, first_step: int) -> Steps | None:
@@ -180,19 +180,19 @@ class LocalReports:
 
 def _steps_of(report: HeatReport) -> Steps:
     """Return a report's steps. The counts must be by source."""
-    heat_TLE = report.source_counts_TLE
-    assert heat_TLE is not None
-    unknown_T = np.full(report.steps, -1, dtype=np.int64)
+    assert report.source_counts_TLE is not None
+    tokens_T = np.full(report.steps, -1) if report.tokens_T is None else report.tokens_T
+    micros_T = np.zeros(report.steps) if report.micros_T is None else report.micros_T
     return Steps(
         report.first_step,
-        heat_TLE,
-        unknown_T if report.tokens_T is None else report.tokens_T,
-        np.zeros(report.steps, dtype=np.int64) if report.micros_T is None else report.micros_T,
+        report.source_counts_TLE.astype(np.int32),
+        tokens_T.astype(np.int64),
+        micros_T.astype(np.int64),
     )
 
 
-def _sum_of(steps: Steps, other: Steps) -> Steps:
+def _sum_of(steps: Steps, received: Steps) -> Steps:
     """Return the steps of both ranks together. A number of tokens is unknown if one of them is."""
-    known_T = (steps.tokens_T >= 0) & (other.tokens_T >= 0)
-    tokens_T = np.where(known_T, steps.tokens_T + other.tokens_T, -1)
-    return Steps(steps.first_step, steps.heat_TLE + other.heat_TLE, tokens_T, steps.micros_T)
+    known_T = (steps.tokens_T >= 0) & (received.tokens_T >= 0)
+    tokens_T = np.where(known_T, steps.tokens_T + received.tokens_T, -1)
+    return Steps(steps.first_step, steps.heat_TLE + received.heat_TLE, tokens_T, steps.micros_T)

@@ -47,7 +47,7 @@ _Arguments = ParamSpec("_Arguments")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Facts about the observed ranks on which all of them agree.
+    """Facts about the observed ranks, equal on all of them except for ``rank``.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def meet(facts: Any, token_group: int | None, group: dist.ProcessGroup | None) -
     Returns
     -------
     Ranks
-        What the ranks agree on.
+        Facts about the ranks.
     list
         ``facts`` of each rank.
     """
@@ -102,14 +102,16 @@ def meet(facts: Any, token_group: int | None, group: dist.ProcessGroup | None) -
         return Ranks.alone(), [facts]
     rank = dist.get_rank(group)
     received: list[Any] = [None] * dist.get_world_size(group)
-    own = uuid.uuid4().hex, rank if token_group is None else token_group, facts
-    dist.all_gather_object(received, own, group=group)
+    sent = uuid.uuid4().hex, rank if token_group is None else token_group, facts
+    dist.all_gather_object(received, sent, group=group)
     groups = tuple(number for _, number, _ in received)
     return Ranks(rank, received[0][0], groups), [rank_facts for _, _, rank_facts in received]
 
 
 class _Stoppable(Protocol):
-    stopped: bool
+    @property
+    def stopped(self) -> bool:
+        """True once an error has ended the observation."""
 
     def stop(self, error: Exception) -> None:
         """End the observation because of an error."""
@@ -144,7 +146,7 @@ class Observer:
     Parameters
     ----------
     rings
-        Heat rings in which the engine's module counts each pass.
+        Heat rings that the engine's module fills.
     layout
         Layout that the engine serves.
     ranks
@@ -210,7 +212,7 @@ class Observer:
         Parameters
         ----------
         rings
-            Heat rings in which the engine's module counts each pass.
+            Heat rings that the engine's module fills.
         layout
             Layout that the engine serves.
         ranks
@@ -244,7 +246,7 @@ class Observer:
                 target,
                 f". {note}" if note else "",
             )
-        # Engines end their processes in ways in which ``atexit`` does not run.
+        # Engines may end their processes without running ``atexit``.
         Finalize(observer, cls.close, (observer,), exitpriority=10)
         return observer
 
@@ -318,7 +320,7 @@ class Observer:
             self._local.close(timeout)
 
     def _begin(self) -> None:
-        """Number passes from here on, so that passes in which the engine warmed up do not count as lost."""
+        """Start to number passes, so that the engine's warm-up does not count as lost steps."""
         sources_LWE = self._rings.sources_LWE
         assert sources_LWE is not None
         layers = cast(
@@ -341,7 +343,7 @@ class Observer:
         self._shares.append((installed.layer_epochs, layout.shares_LER))
 
     def _adopt(self, heat: HeatRecorder) -> None:
-        """Report what the service requests, and keep its thread alive."""
+        """Follow the service's requests, and keep the stream's thread alive."""
         if self._stream is None:
             return
         if self._step % _WATCH_CALLS == 0:
@@ -412,12 +414,12 @@ def not_observed(reason: str) -> None:
 
 
 def without_expert_parallelism(ranks: int) -> str:
-    """Return the sentence that says what the imbalance means for experts that are split between ranks."""
+    """Return the sentence that explains the imbalance of experts that are split between ranks."""
     return f"Without expert parallelism, the imbalance is what expert parallelism over these {ranks} ranks would have"
 
 
 def _shared_store() -> Store | None:
-    """Return the store with which torch's ranks found each other."""
+    """Return the store that torch's ranks used to find each other."""
     from torch.distributed import distributed_c10d
 
     return cast("Store", distributed_c10d._get_default_store())

@@ -201,7 +201,7 @@ def _observation_of(runner: Any) -> SglangObservation | None:
 def _count_choices(original: Callable[..., Any], topk_ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
     """Count the choices before SGLang maps them to physical experts.
 
-    A compiler that traces this function sees SGLang's function alone, so that it compiles what it would without hooks.
+    While a compiler traces this function, it only calls SGLang's, so that the compiled code is the same as without it.
     """
     observation = SglangObservation.current
     if observation is not None and not torch.compiler.is_compiling() and "layer_id" in named:
@@ -242,12 +242,12 @@ def _follow_update(_: Any, metadata: Any, *__: Any, **___: Any) -> None:
         observation.moved(metadata)
 
 
-AROUND = {
+AROUND: dict[str, Callable[..., Any]] = {
     f"{_RUNNER}.forward": _around_forward,
     "sglang.srt.layers.moe.topk._post_process_topk_ids": _count_named_choices,
 }
 """Hooks that wrap a function and call the original, by target."""
-AFTER = {
+AFTER: dict[str, Callable[..., Any]] = {
     f"{_RUNNER}.initialize": _observe,
     f"{_RUNNER}._forward_raw": _count_pass,
     "sglang.srt.eplb.expert_location.ExpertLocationMetadata.update": _follow_update,

@@ -56,10 +56,10 @@ class TraceFile:
 
     def append(self, first_step: int, heat_TLE: Int32) -> None:
         """Add consecutive steps, int32 ``[T, L, E]``, and drop the oldest steps that no longer fit."""
-        # A row of its own keeps memory bounded, because a view would keep its whole report alive.
+        # Copy each row, because a view would keep its report in memory.
         self._rows.extend((first_step + index, heat_LE.copy()) for index, heat_LE in enumerate(heat_TLE))
-        most = max(1, self._max_bytes // max(1, heat_TLE[0].nbytes))
-        while len(self._rows) > most:
+        max_steps = max(1, self._max_bytes // max(1, heat_TLE[0].nbytes))
+        while len(self._rows) > max_steps:
             self._rows.popleft()
         self._is_written = False
 

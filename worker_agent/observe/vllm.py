@@ -121,13 +121,13 @@ class _Model:
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
         runner = worker.model_runner
-        found = [
+        modules = [
             module
             for module in runner.get_model().modules()
             if isinstance(getattr(module, "router", None), BaseRouter)
         ]
         # In some releases, a layer and its runner share a router.
-        layers = list({id(module.router): module for module in reversed(found)}.values())[::-1]
+        layers = list({id(module.router): module for module in reversed(modules)}.values())[::-1]
         if not layers:
             raise NotObservedError(
                 "vLLM's routers choose no experts in this model; its MoE layers, if any, route otherwise"
@@ -178,7 +178,8 @@ class VllmObservation(WorkerObservation):
         from vllm.distributed.parallel_state import get_ep_group
 
         group = get_ep_group()
-        rank, size = int(group.rank_in_group), int(group.world_size)
+        rank = int(group.rank_in_group)
+        size = int(group.world_size)
         parallel = config.parallel_config
         dispatch = dispatch_of(model.layers[0])
         tokens = token_group(model.layers, parallel, rank, size)
@@ -214,7 +215,7 @@ class VllmObservation(WorkerObservation):
             self._counter.rings.layer_runs(layer, len(self._phy2log_LRS))
 
     def _counts(self) -> bool:
-        # A rank without tokens may still count those of other ranks, which are gathered before routing.
+        # A rank without tokens may still count the tokens of other ranks, which are gathered before routing.
         return self._ranks.counts and (self._gathers or not self._is_dummy)
 
     @harmless
@@ -245,7 +246,8 @@ def _placement_of(model: _Model, slots: list[list[list[int]] | None]) -> tuple[I
     slots
         Logical experts of each rank's local slots, by layer; ``None`` if experts are not divided by ranks.
     """
-    layers, size = len(model.layers), len(slots)
+    layers = len(model.layers)
+    size = len(slots)
     if model.state is not None:
         phy2log_LP = model.state.physical_to_logical_map.cpu().numpy().astype(np.int32)
         return phy2log_LP.reshape(layers, size, -1), "vLLM's own EPLB keeps balancing"

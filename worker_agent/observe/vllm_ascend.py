@@ -34,8 +34,8 @@ def install() -> None:
     """Add the hooks. If they do not fit this release of vLLM-Ascend, say so and change nothing."""
     from vllm_ascend._version import __version__
 
-    known = read_known("worker_agent.adapters.vllm_ascend")
-    if not hooks_fit("vLLM-Ascend", __version__, known, PATCHES):
+    releases = read_known("worker_agent.adapters.vllm_ascend")
+    if not hooks_fit("vLLM-Ascend", __version__, releases, PATCHES):
         return
     from vllm_ascend.worker.worker import NPUWorker
 
@@ -171,7 +171,7 @@ class AscendObservation(WorkerObservation):
     def _index(self, weights: Any) -> int | None:
         """Return the index of the layer with these weights: layers run in order, at first in the profile run.
 
-        Layers of a draft model run after those of the target model, and have no index.
+        A draft model's layers run after the target model's, and have no index.
         """
         first = weights[0] if isinstance(weights, (list, tuple)) else weights
         address = int(first.data_ptr())

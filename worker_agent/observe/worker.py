@@ -12,7 +12,7 @@ from worker_agent.observe.counter import RouterCounter
 from worker_agent.observe.observer import NotObservedError, Observer, harmless, log, not_observed
 
 
-def hooks_fit(engine: str, version: str, known: KnownReleases, patches: Patches) -> bool:
+def hooks_fit(engine: str, version: str, releases: KnownReleases, patches: Patches) -> bool:
     """Return True if the hooked functions have the parameters that the hooks declare; otherwise say so.
 
     Parameters
@@ -21,12 +21,12 @@ def hooks_fit(engine: str, version: str, known: KnownReleases, patches: Patches)
         Name of the engine.
     version
         Installed version, which may be unknown.
-    known
+    releases
         Functions of all known releases.
     patches
         Hooked functions.
     """
-    functions = known[nearest(version, known)]
+    functions = releases[nearest(version, releases)]
     hooked = {target: functions[target] for target in patches if target in functions}
     fatal = [mismatch.target for mismatch in mismatches(hooked, patches) if mismatch.fatal]
     if fatal:
