@@ -50,6 +50,8 @@ _STALL_SECONDS = 60.0
 
 _MAX_STATUSES = 4096
 """Maximum number of queued statuses. A plan causes few per layer, so the queue fills only during a very long outage."""
+_HELLO_REQUEST = "send another Hello"
+"""End of the reason with which the service ends a stream only because it needs the rank's current layout."""
 _MAX_SKIPPED_BEATS = 4
 """Maximum number of consecutive heartbeats without news that may be skipped."""
 
@@ -404,7 +406,9 @@ class ServiceStream:
         self.plans.put(order)
 
     def _log_lost(self, reason: str) -> None:
-        if not self._closing.is_set() and self._outages.logs(self._runtime.now(), reason):
+        if reason.endswith(_HELLO_REQUEST):
+            _log.debug("rank %d: %s", self._identity.rank, reason)
+        elif not self._closing.is_set() and self._outages.logs(self._runtime.now(), reason):
             _log.warning(
                 "rank %d: no control stream to %s: %s", self._identity.rank, self._settings.service, reason
             )

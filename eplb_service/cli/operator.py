@@ -340,4 +340,6 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
         return f"[red]{len(status.problems)} problem{'s' if len(status.problems) > 1 else ''}[/]"
     if status.paused:
         return "[yellow]paused[/]"
+    if status.observed:
+        return "[green]observed[/]"
     return "switching" if status.plan_id else "[green]healthy[/]"

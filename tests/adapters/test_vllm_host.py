@@ -28,7 +28,7 @@ from tests.adapters.vllm_fakes import (
 from tests.ranks import run_ranks
 from worker_agent.adapters import engine_host
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup, token_group
+from worker_agent.adapters.vllm.host import VllmHost, _TokenGroup, dispatch_of, token_group
 
 
 def layer_of_023(**dispatch):
@@ -79,7 +79,7 @@ def test_an_unknown_dispatch_is_rejected(layers, parallel, message):
 @pytest.mark.parametrize("fact", [None, "naive", "sequence_parallel", "monolithic"])
 def test_the_dispatch_flags_of_every_release_are_read(make_layer, fact):
     flags = {flag: flag == fact for flag in ("naive", "sequence_parallel", "monolithic")}
-    assert _dispatch_of(make_layer(**flags)) == tuple(flags.values())
+    assert dispatch_of(make_layer(**flags)) == tuple(flags.values())
 
 
 def consistent(state, rank):

@@ -171,11 +171,14 @@ class FakeGroup:
         await self.leave()
         await self.channel.close()
 
-    async def join(self, *, rank_bound: bool = False, **changes: Any) -> list[agent_pb2.Welcome]:
+    async def join(
+        self, *, rank_bound: bool = False, observed: bool = False, **changes: Any
+    ) -> list[agent_pb2.Welcome]:
         self.ranks = [FakeRank(self.channel, rank) for rank in range(self.live.placement.ranks)]
         hellos = [hello_of(self.live, rank.rank, **changes) for rank in self.ranks]
         for hello in hellos:
             hello.shape.rank_bound = rank_bound
+            hello.shape.observed = observed
         return [await rank.greet(hello) for rank, hello in zip(self.ranks, hellos, strict=True)]
 
     async def leave(self) -> None:

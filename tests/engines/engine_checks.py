@@ -2,7 +2,11 @@
 
 import subprocess
 
+from eplb_service.cli.main import run
+from eplb_service.io.open_trace import open_trace
 from tests.engines.environments import python_of
+
+OBSERVE = {"EPLB_AGENT_MODE": "observe"}
 
 SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
 """Difference of log-probabilities in float32. A moved expert changes the summation order of its outputs."""
@@ -55,6 +59,46 @@ def check_heat(status, service):
     print(f"{status.steps_received} steps arrived completely, {status.steps_lost} were lost")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
+
+
+def check_observed(service, folder, steps=64):
+    """Check that a service measures an observed deployment without planning for it, and advise on a recording."""
+    service.wait_until(lambda status: status.status.observed and status.status.window_steps >= 64, 900)
+    path = folder / "observed.zarr"
+    recording = ["default", "--out", str(path), "--steps", str(steps), "--address", service.address]
+    assert run(["trace", "record", *recording]) == 0
+    status = service.status().status
+    print(
+        f"PAR {status.par:.3f}; {status.steps_received} steps arrived completely, {status.steps_lost} were lost"
+    )
+    assert status.par > 1
+    assert (status.layers_switched, status.plan_id, status.last_decision, list(status.problems)) == (
+        0,
+        0,
+        "",
+        [],
+    )
+    check_trace(path)
+
+
+def check_trace(path):
+    """Check that a recording has the same number of choices in every layer, and advise on it."""
+    trace = open_trace(path)
+    heat_TLE = trace.heat(0, trace.steps)
+    chosen_TL = heat_TLE.sum(axis=2)
+    assert (chosen_TL > 0).all()
+    assert (chosen_TL == chosen_TL[:, :1]).all()
+    assert run(["advise", "--heat", str(path), "--ranks", "2", "--redundant", "0,2"]) == 0
+
+
+def check_without_a_service(log, path):
+    """Check the log lines and the trace file of an engine that is observed without a service."""
+    lines = [line for line in log.read_text().splitlines() if " (PAR) over " in line]
+    assert lines, log.read_text()[-6000:]
+    print(lines[-1])
+    for part in ("imbalance ", "hottest rank ", "layer ", " tokens, ", " ms a step"):
+        assert part in lines[-1]
+    check_trace(path)
 
 
 def in_engine(engine, site, code, **environment):

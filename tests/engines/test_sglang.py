@@ -14,10 +14,13 @@ from tests.engines.conftest import (
     make_agent_site,
 )
 from tests.engines.engine_checks import (
+    OBSERVE,
     WITHOUT_WEIGHTS,
     check_heat,
+    check_observed,
     check_same_answers,
     check_switches,
+    check_without_a_service,
     in_engine,
 )
 from tests.engines.environments import SGLANG_0523, python_of
@@ -139,3 +142,35 @@ def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
     assert "hooks of the agent []" in done.stdout
     assert "SGLang 0.6.0" in done.stderr
     assert "0.5.23" in done.stderr
+
+
+OBSERVED = {
+    "tp2": {"tp_size": 2, "ep_size": 2},
+    "tp2-eplb": TWO_TENSOR_RANKS | {"eplb_rebalance_num_iterations": 64},
+    "attention-dp2": {"tp_size": 2, "ep_size": 2, "attn_dp_size": 2},
+}
+"""Engines without EPLB, and one whose own EPLB moves experts while it is observed."""
+
+
+@pytest.mark.parametrize("case", OBSERVED)
+def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
+    case, run_sglang, alone, service, tmp_path
+):
+    enough = tmp_path / "enough"
+    load = LOAD | {"rounds": 1000, "until": str(enough), "engine": OBSERVED[case]}
+    agent = OBSERVE | {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
+    observed = run_sglang(load, name="observed", **agent)
+    check_observed(service, tmp_path)
+    if case == "tp2-eplb":
+        service.wait_until(lambda status: status.status.epoch > 0, 900)
+    enough.touch()
+    answers = observed.answers()
+    check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
+
+
+def test_an_engine_observed_without_a_service_writes_its_balance_and_a_trace(run_sglang, alone, tmp_path):
+    trace = tmp_path / "heat.npz"
+    settings = OBSERVE | {"EPLB_AGENT_LOG_INTERVAL_STEPS": "64", "EPLB_AGENT_TRACE": str(trace)}
+    observed = run_sglang(LOAD | {"engine": OBSERVED["tp2"]}, name="observed", **settings)
+    check_same_answers(observed.answers(), alone(run_sglang))
+    check_without_a_service(observed.log, trace)

@@ -16,10 +16,13 @@ from tests.engines.conftest import (
     made_checkpoint,
 )
 from tests.engines.engine_checks import (
+    OBSERVE,
     WITHOUT_WEIGHTS,
     check_heat,
+    check_observed,
     check_same_answers,
     check_switches,
+    check_without_a_service,
 )
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
@@ -339,3 +342,35 @@ def test_answers_are_the_same_without_any_service(engine, run_vllm, alone):
     ignored = [line for line in by_level["WARNING"] if "settings of vLLM's own balancer are ignored" in line]
     assert [line.partition("--help): ")[2] for line in ignored] == ["use_async=False"]
     assert warnings.count("no control stream to 127.0.0.1:1") >= 2
+
+
+OBSERVED = {
+    "tp2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp2-split-experts": {"tensor_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2, "enable_expert_parallel": True},
+}
+"""Engines without EPLB. In the second one, each rank has a part of every expert."""
+EACH_OBSERVED = pytest.mark.parametrize("case", OBSERVED)
+
+
+@EACH_OBSERVED
+def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
+    case, run_vllm, alone, service, tmp_path
+):
+    enough = tmp_path / "enough"
+    load = LOAD | {"rounds": 1000, "until": str(enough), "engine": OBSERVED[case]}
+    agent = OBSERVE | {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
+    observed = run_vllm(VLLM_032, load, name="observed", **agent)
+    check_observed(service, tmp_path)
+    enough.touch()
+    answers = observed.answers()
+    check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
+
+
+@EACH_OBSERVED
+def test_an_engine_observed_without_a_service_writes_its_balance_and_a_trace(case, run_vllm, alone, tmp_path):
+    trace = tmp_path / "heat.npz"
+    settings = OBSERVE | {"EPLB_AGENT_LOG_INTERVAL_STEPS": "64", "EPLB_AGENT_TRACE": str(trace)}
+    observed = run_vllm(VLLM_032, LOAD | {"rounds": 2, "engine": OBSERVED[case]}, name="observed", **settings)
+    check_same_answers(observed.answers(), alone(run_vllm, rounds=2))
+    check_without_a_service(observed.log, trace)

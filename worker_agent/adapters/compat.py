@@ -38,6 +38,8 @@ class UnsupportedEngineError(RuntimeError):
     """
 
     def __init__(self, subject: str, reason: str, remedy: str) -> None:
+        self.subject = subject
+        self.reason = reason
         super().__init__(
             f"eplb-agent cannot balance this engine: {subject}. {reason}. {remedy}, "
             "or unset EPLB_AGENT_SERVICE and EPLB_AGENT_MODE to serve without the agent."

@@ -207,9 +207,11 @@ def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayou
     Raises
     ------
     WireError
-        If a layer is not a valid placement, the source slots do not hold the experts, ranks that share tokens would get
-        different tables, or a rank-bound expert would leave its rank.
+        If the agent only observes, a layer is not a valid placement, the source slots do not hold the experts, ranks
+        that share tokens would get different tables, or a rank-bound expert would leave its rank.
     """
+    if identity.shape.observed:
+        raise WireError("this agent only observes (EPLB_AGENT_MODE=observe) and moves no experts")
     plan = decode_plan(message, identity.shape)
     for layer in plan.layers:
         installed_RS = installed.placement.phy2log_LRS[layer.layer]

@@ -229,6 +229,11 @@ class Deployment:
         return self.group.connected if self.group else []
 
     @property
+    def observed(self) -> bool:
+        """True if the agents only observe, so that no decision is made for the deployment."""
+        return self.group is not None and self.group.shape.observed
+
+    @property
     def _furthest_step(self) -> int:
         """Highest step of any connected rank."""
         return max((member.step for member in self.connected), default=0)
@@ -265,6 +270,8 @@ class Deployment:
         """
         if self.group is None or self.live is None or self.heat is None:
             return "not all ranks have reported their layout"
+        if self.observed:
+            return "its agents only observe (EPLB_AGENT_MODE=observe)"
         if self.paused:
             return "planning is paused"
         if self.plan is not None:

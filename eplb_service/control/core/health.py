@@ -176,7 +176,8 @@ def problems(deployment: Deployment) -> list[str]:
 def _balancing_problems(deployment: Deployment) -> list[str]:
     """Return the reasons why balancing has no effect although nothing has failed."""
     lines = []
-    if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
+    idle = deployment.paused or deployment.observed
+    if deployment.group is not None and deployment.group.shape.rank_bound and not idle:
         lines.append(
             "experts are bound to their ranks (grouped experts), so there is nothing to plan; the service only "
             "monitors the heat"
@@ -243,8 +244,9 @@ def _flow_problems(deployment: Deployment) -> list[str]:
             f"no heat has been assembled for {heat_stall.seconds:.0f} s, although the ranks are running steps"
         )
     stall = deployment.decision_stall
+    idle = deployment.paused or deployment.observed
     min_steps = _UNDECIDED_WINDOWS * limits.decision_steps
-    if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not deployment.paused:
+    if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not idle:
         reason = deployment.obstacle() or "steps are assembled too slowly"
         lines.append(
             f"no decision for {stall.seconds:.0f} s, during which the ranks ran {stall.steps} steps: {reason}"

@@ -167,6 +167,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             **_hottest(deployment, par_L),
             window_steps=deployment.heat.steps if deployment.heat else 0,
             paused=deployment.paused,
+            observed=deployment.observed,
             plan_id=deployment.plan.plan_id if deployment.plan else 0,
             last_decision=deployment.last_decision,
             problems=problems(deployment),

@@ -117,6 +117,23 @@ async def test_experts_bound_to_their_ranks_are_measured_but_not_moved(service: 
         assert status.par > 1.5
 
 
+async def test_an_observed_deployment_is_measured_but_never_planned_for(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join(rank_bound=True, observed=True)
+        await group.fill_window()
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.heat is not None and deployment.heat.steps == 32)
+        tick(service.plane)
+        # Pretend that no decision has been made for an hour.
+        deployment.decision_stall = replace(deployment.decision_stall, seconds=3600.0, steps=10**6)
+        status = (await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))).status
+        assert (status.observed, status.last_decision, list(status.problems)) == (True, "", [])
+        assert (status.plan_id, status.epoch) == (0, 0)
+        assert status.par > 1.5
+        with pytest.raises(grpc.aio.AioRpcError, match="only observe"):
+            await group.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
+
+
 async def test_a_rejected_plan_changes_nothing_and_is_reported(
     service: RunningService, group: FakeGroup
 ) -> None:

@@ -67,7 +67,7 @@ class SglangHost(EngineHost):
                 "SGLang does not know the locations and weights of its experts",
                 "Serve it without --enable-eplb",
             )
-        _refuse_routing_kernels(model)
+        refuse_routing_kernels(model)
         self._metadata = metadata
         self._recorder = recorder
         if not recorder.recording:
@@ -162,7 +162,7 @@ class SglangHost(EngineHost):
                 self._heat.record(chosen_LX=counts_LP, phy2log_LP=phy2log_LP)
         else:
             self._heat.record()
-        self.agent.step(_phase(forward_batch.forward_mode))
+        self.agent.step(phase_of(forward_batch.forward_mode))
 
     def _follow(self, layer: int) -> None:
         installed = self.agent.installed
@@ -245,7 +245,7 @@ def _layer_of(addresses: set[int], layers: Sequence[EngineLayer]) -> int:
     raise AssertionError("the addresses belong to no layer")
 
 
-def _phase(mode: Any) -> StepPhase:
+def phase_of(mode: Any) -> StepPhase:
     """Return the phase of a step from SGLang's ``ForwardMode``."""
     if mode.is_idle():
         return StepPhase.DUMMY
@@ -267,7 +267,7 @@ def _recorded_counts(recorder: Any) -> torch.Tensor:
     return counts
 
 
-def _refuse_routing_kernels(model: Any) -> None:
+def refuse_routing_kernels(model: Any) -> None:
     """Refuse kernels that choose experts themselves, because they may ignore the tables."""
     for name, module in model.named_modules():
         output_format = getattr(getattr(module, "topk_config", None), "output_format", None)

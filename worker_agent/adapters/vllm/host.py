@@ -65,7 +65,7 @@ class VllmHost(EngineHost):
         self._rank: int = group.rank_in_group
         self._ranks: int = group.world_size
         self._tokens = self._token_group()
-        naive = _dispatch_of(model_state.model.moe_layers[0]).naive
+        naive = dispatch_of(model_state.model.moe_layers[0]).naive
         self._counts_gathered = naive and self._count_all_gathered()
         data_parallel: int = parallel_config.data_parallel_size
         self._share = None
@@ -335,7 +335,7 @@ class _Dispatch(NamedTuple):
     monolithic: bool
 
 
-def _dispatch_of(layer: Any) -> _Dispatch:
+def dispatch_of(layer: Any) -> _Dispatch:
     """Determine an MoE layer's dispatch method from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
     runner = getattr(layer, "runner", layer)
     if not hasattr(runner, "do_naive_dispatch_combine"):
@@ -375,7 +375,7 @@ def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: i
     UnsupportedEngineError
         If prefill context parallelism is on, a kernel routes tokens itself, or layers dispatch differently.
     """
-    dispatches = [_dispatch_of(layer) for layer in layers]
+    dispatches = [dispatch_of(layer) for layer in layers]
     refuse(
         [
             (

@@ -8,6 +8,7 @@ const SILENT_SECONDS = 15;
 function stateOf(status) {
   if (status.problems.length) return ["bad", `${status.problems.length} problem${status.problems.length > 1 ? "s" : ""}`];
   if (status.paused) return ["warn", "paused"];
+  if (status.observed) return ["good", "observed"];
   return status.plan_id ? ["busy", "switching"] : ["good", "healthy"];
 }
 
