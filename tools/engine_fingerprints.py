@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tools.engine_sources import VERSIONS, source_of
 from worker_agent.adapters import compat
-from worker_agent.adapters.compat import Function, fingerprint_of_tree
+from worker_agent.adapters.compat import Function, fingerprint_of_tree, release_of
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -101,7 +101,7 @@ def record(engine: str, new_targets: list[str]) -> None:
         functions = {target: function for target, function in candidates.items() if function is not None}
         if releases:
             _print_changes(engine, *list(releases.items())[-1], version, functions)
-        releases[version.removesuffix(".post1").removesuffix(".0")] = functions
+        releases[release_of(version, {}).removesuffix(".0")] = functions
     written = {
         release: {
             target: {"parameters": list(function.parameters), "source": function.source}

@@ -23,7 +23,7 @@ VLLM_ASCEND_023 = "0.23.0.post1"
 VERSIONS = {
     "vllm": tuple(f"0.{minor}.0" for minor in range(23, 34)),
     "vllm_ascend": (VLLM_ASCEND_018, VLLM_ASCEND_023),
-    "sglang": ("0.5.23",),
+    "sglang": ("0.5.21", "0.5.22", "0.5.23"),
 }
 """Supported versions of each engine's package, oldest first."""
 WHEELS_ONLY = ("sglang",)

@@ -41,7 +41,7 @@ def main() -> None:
 def page() -> str:
     """Return the page's text: a row per architecture that an engine's EPLB knows, then the other MoE models."""
     vllm = {version: dict(vllm_models(source_of("vllm", version))) for version in VERSIONS["vllm"]}
-    (version,) = VERSIONS["sglang"]
+    version = VERSIONS["sglang"][-1]
     sglang = dict(sglang_models(source_of("sglang", version)))
     vllm_names = {name for models in vllm.values() for name in models}
     all_names = vllm_names | {name for name, balanced in sglang.items() if balanced}

@@ -121,6 +121,7 @@ class Agent:
         self.identity = rendezvous.identity
         self._clock = ForwardClock(list(layers), runtime)
         self._step = 0
+        self._log_interval = settings.log_interval_steps
         self._fatal: FatalSwitchError | None = None
         self._unfinished = False
         self._heat = HeatRecorder(layers, _INITIAL_REPORT_STEPS)
@@ -382,6 +383,8 @@ class Agent:
             with self._in_votes:
                 self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish_heat)
+        if self.identity.rank == 0 and self._step // self._log_interval > previous // self._log_interval:
+            self._guarded(self._log_balance)
         self._unfinished = False
 
     def _count_call(self) -> None:
@@ -418,6 +421,18 @@ class Agent:
         while not self._stream.plans.empty():
             orders.append(self._stream.plans.get_nowait())
         self._switch.process_events(self._step, orders)
+
+    def _log_balance(self) -> None:
+        """Log the deployment's balance, which only the service knows."""
+        rank = self.identity.rank
+        balance = self._stream.balance
+        if balance is None:
+            _log.info("rank %d: step %d: PAR unknown, because the service has sent none", rank, self._step)
+            return
+        par = f"{balance.par:.3f}"
+        switched = self.stats.layers_switched
+        text = "rank %d: step %d: PAR %s over the newest %d steps, %d layers switched so far"
+        _log.info(text, rank, self._step, par, balance.steps, switched)
 
     def _beat(self) -> Heartbeat:
         installed = self.installed

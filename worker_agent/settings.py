@@ -235,6 +235,24 @@ class AgentSettings(BaseSettings):
         return {name: getattr(self, name) for name in names}
 
 
+def bare_name_warning(data_host: str) -> str | None:
+    """Return a warning if ``data_host`` is a name without a domain, or ``None`` for an IP address or a full name.
+
+    Examples
+    --------
+    >>> bare_name_warning("node-3.example"), bare_name_warning("fd00::3")
+    (None, None)
+    >>> bare_name_warning("node-3").partition(":")[0]
+    "EPLB_AGENT_DATA_HOST is 'node-3', a name without a domain"
+    """
+    if "." in data_host or ":" in data_host:
+        return None
+    return (
+        f"EPLB_AGENT_DATA_HOST is {data_host!r}, a name without a domain: this host may resolve it to an address that "
+        "other nodes cannot reach; if ranks run on several nodes, set it to the node's IP address or full name"
+    )
+
+
 def misspelt_settings(variables: Iterable[str]) -> list[str]:
     """Return a complaint about each environment variable that looks like a setting but is not one.
 

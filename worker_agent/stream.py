@@ -16,6 +16,7 @@ import grpc
 
 from eplb_core.wire.agent import (
     EVERYTHING,
+    Balance,
     CallOff,
     Heartbeat,
     PlanState,
@@ -235,6 +236,8 @@ class ServiceStream:
         Last welcome from the service; ``None`` before the first.
     reporting
         Heat that the service requests.
+    balance
+        Last balance from the service; ``None`` on other ranks than 0, and until it arrives on a new connection.
     connected
         True if the service has welcomed this rank and the stream is open.
     """
@@ -252,6 +255,7 @@ class ServiceStream:
         self.plans: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.welcome: Welcome | None = None
         self.reporting = EVERYTHING
+        self.balance: Balance | None = None
         self.connected = False
         self._settings = settings
         self._runtime = runtime
@@ -319,6 +323,7 @@ class ServiceStream:
             if self.connected:
                 backoff = _INITIAL_BACKOFF_SECONDS
             self.connected = False
+            self.balance = None
             self._receiving_since = None
             self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
@@ -389,6 +394,8 @@ class ServiceStream:
                 _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "reporting":
             self.reporting = decode(Reporting, response.reporting)
+        elif kind == "balance":
+            self.balance = decode(Balance, response.balance)
         elif kind == "plan":
             installed = self._installed()
             try:

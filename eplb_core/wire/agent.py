@@ -34,6 +34,13 @@ def _interval(seconds: float, field: str, _sizes: fields.Sizes) -> float:
     return min(max(seconds, MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
 
 
+def _ratio(value: float, field: str, _sizes: fields.Sizes) -> float:
+    """Return a PAR; raises ``WireError`` unless it is finite and at most the maximum number of ranks."""
+    if not 0 <= value <= fields.MAX_RANKS:
+        raise WireError(f"{field} is {value}; expected a number from 0 to {fields.MAX_RANKS}")
+    return value
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes and properties that all ranks of a deployment share.
@@ -229,6 +236,24 @@ class Reporting:
     def wants(self, block: int) -> bool:
         """Return True if the block with this number is reported."""
         return block % self.one_in == 0
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Balance of the deployment as measured by the service, for the engine's log.
+
+    Parameters
+    ----------
+    par
+        Mean PAR of the layers over the newest steps.
+    steps
+        Number of these steps.
+    """
+
+    MESSAGE: ClassVar[type[Any]] = agent_pb2.Balance
+
+    par: Annotated[float, _ratio]
+    steps: fields.Step
 
 
 EVERYTHING = Reporting()

@@ -46,7 +46,9 @@ class Connection:
     tls_cert: Path | None = option(None, "PEM file of the client certificate.", envvar="EPLB_TLS_CLIENT_CERT")
     tls_key: Path | None = option(None, "PEM private key of --tls-cert.", envvar="EPLB_TLS_CLIENT_KEY")
     plaintext_token: bool = option(
-        False, "Allow the token to be sent to another host unencrypted.", "--plaintext-token"
+        False,
+        "Trust the network, as `eplb serve --insecure` does: allow the token to be sent to another host unencrypted.",
+        *("--plaintext-token", "--insecure"),
     )
 
     @contextlib.contextmanager

@@ -39,6 +39,11 @@ FORWARDING = {TARGET: 1}
 """A patch that passes on all arguments after ``self``."""
 
 
+def releases(*names):
+    """Return releases without functions."""
+    return {name: {} for name in names}
+
+
 def fingerprints_of(engine, release):
     """Write ``BODY`` as the engine's source and return its fingerprints under this release."""
     engine(BODY)
@@ -106,6 +111,65 @@ def test_an_unknown_release_is_rejected_with_a_list_of_known_ones():
         compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}}, {})
 
 
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        # The known release is two numbers: patch releases belong to it.
+        ("0.25", "0.25"),
+        ("0.25.0", "0.25"),
+        ("0.25.1", "0.25"),
+        ("0.25.1rc1", "0.25"),
+        ("0.25.0.post1", "0.25"),
+        ("0.25.1.post2.dev3+g12ab", "0.25"),
+        ("v0.25.1", "0.25"),
+        ("0.250.1", "0.250.1"),
+        ("0.2.5", "0.2.5"),
+        # The known release is three numbers: only it, its suffixes and its own patches belong to it.
+        ("0.5.23", "0.5.23"),
+        ("0.5.23.post1", "0.5.23"),
+        ("0.5.23.post12+cu13", "0.5.23"),
+        ("0.5.23-1", "0.5.23"),
+        ("0.5.23rc1", "0.5.23"),
+        ("0.5.23a2", "0.5.23"),
+        ("0.5.23.dev20261101", "0.5.23"),
+        ("0.5.23.1", "0.5.23"),
+        ("0.5.24", "0.5.24"),
+        ("0.5.230", "0.5.230"),
+        ("0.5.2.post23", "0.5.2"),
+        ("0.5", "0.5"),
+        ("0.5.dev23", "0.5"),
+        # If two known releases fit, the longer one is closer.
+        ("0.27.1", "0.27.1"),
+        ("0.27.1.post1", "0.27.1"),
+        ("0.27.10", "0.27"),
+        ("0.27.0", "0.27"),
+        # Four numbers.
+        ("1.4.0.2", "1.4.0.2"),
+        ("1.4.0.2.post1", "1.4.0.2"),
+        ("1.4.0.3", "1.4.0.3"),
+        # Trailing zeros are equal to none.
+        ("2", "2.0"),
+        ("2.0.0.0", "2.0"),
+        ("dev", ""),
+    ],
+)
+def test_a_version_belongs_to_the_release_whose_numbers_it_begins_with(version, release):
+    known = releases("0.25", "0.5.23", "0.27", "0.27.1", "1.4.0.2", "2.0")
+    assert compat.release_of(version, known) == release
+
+
+@pytest.mark.parametrize("version", ["0.5.23.post1", "0.5.23rc2", "0.5.23.dev1+cu13", "0.5.23.4"])
+def test_suffixes_of_a_known_release_are_accepted_if_its_functions_are_the_same(version, engine):
+    fingerprints = {"0.5.22": {}} | fingerprints_of(engine, "0.5.23")
+    assert compat.require("Toy", version, fingerprints, EXACT) is None
+    engine(BODY.replace("return is_dummy", "return not is_dummy"))
+    with pytest.raises(
+        UnsupportedEngineError, match=r"changed since 0\.5\.23: toy_engine:State\.step"
+    ) as refusal:
+        compat.require("Toy", version, fingerprints, EXACT)
+    assert "never tested" not in str(refusal.value)
+
+
 def test_an_engine_can_be_known_by_patch_release(engine):
     fingerprints = fingerprints_of(engine, "0.5.23")
     compat.require("Toy", "0.5.23+cu13", fingerprints, {})
@@ -130,6 +194,33 @@ def test_an_unknown_release_is_compared_with_the_nearest_one(version, release):
     names = ("0.23", "0.33") if version.startswith("0.2") else ("0.23", "0.32", "0.33")
     fingerprints = {name: {} for name in names}
     assert compat.nearest(version, fingerprints) == release
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.5.24", "0.5.23"),
+        ("0.5.22.post1", "0.5.22"),
+        ("0.5.20.post99", "0.5.21"),
+        ("0.5.24.dev20261101", "0.5.23"),
+        ("0.6.0", "0.5.23"),
+        ("0.5.9", "0.5.21"),
+    ],
+)
+def test_the_nearest_release_of_three_numbers_is_found_without_suffixes(version, release):
+    known = releases("0.5.21", "0.5.22", "0.5.23")
+    assert compat.nearest(version, known) == release
+
+
+def test_the_nearest_release_of_four_numbers_is_found():
+    assert compat.nearest("1.4.0.7", releases("1.4.0.2", "1.4.0.9")) == "1.4.0.9"
+    assert compat.nearest("1.4.0.5", releases("1.4.0.2", "1.4.0.9")) == "1.4.0.2"
+
+
+def test_known_releases_are_listed_in_order():
+    known = releases("0.5.23", "0.5.9", "0.5.23.1", "0.12")
+    with pytest.raises(UnsupportedEngineError, match=r"Install Toy 0\.5\.9, 0\.5\.23, 0\.5\.23\.1, 0\.12 or"):
+        compat.require("Toy", "3.0", known, {})
 
 
 def test_an_unknown_release_can_be_tried_if_patches_still_fit(engine):

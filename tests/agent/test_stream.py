@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from eplb_core.wire.agent import EVERYTHING, CallOff, Heartbeat, Reporting, Shape
+from eplb_core.wire.agent import EVERYTHING, Balance, CallOff, Heartbeat, Reporting, Shape
 from eplb_core.wire.codec import PROTOCOL_VERSION, encode, unpack
 from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import agent_pb2, agent_pb2_grpc
@@ -170,6 +170,17 @@ def test_a_call_off_is_queued_after_its_plan() -> None:
         scene.service.to_say.put(agent_pb2.ConnectResponse(call_off=agent_pb2.CallOff(plan_id=1)))
         assert scene.stream.plans.get(timeout=60)[0].plan_id == 1
         assert scene.stream.plans.get(timeout=60) == CallOff(1)
+
+
+def test_the_balance_is_known_until_the_stream_ends() -> None:
+    with Scene() as scene:
+        scene.service.to_say.put(agent_pb2.ConnectResponse(balance=agent_pb2.Balance(par=1.25, steps=32)))
+        while scene.stream.balance is None:
+            time.sleep(0.01)
+        assert scene.stream.balance == Balance(1.25, 32)
+        scene.service.to_say.put(None)
+        while scene.stream.balance is not None:
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

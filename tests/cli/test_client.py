@@ -108,6 +108,16 @@ def test_a_file_that_is_not_a_certificate_is_reported(
         assert "cannot be used" in error_of(capsys, address, "--tls-ca", tmp_path / "ca.pem")
 
 
+@pytest.mark.parametrize("flags", [(), ("--insecure",), ("--plaintext-token",)])
+def test_a_token_is_sent_unencrypted_only_on_a_trusted_network(
+    flags: tuple[str, ...], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.Connection, "_diagnose", lambda _: "there is no service")
+    error = error_of(capsys, "192.0.2.1:9", "--token", "sesame", *flags)
+    assert ("there is no service" in error) == bool(flags)
+    assert ("would be sent in plain text" in error) != bool(flags)
+
+
 class _Quiet(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass

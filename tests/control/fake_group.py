@@ -103,12 +103,12 @@ class FakeRank:
                     await self.call.write(part)
 
     async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
-        """Return the next message. Reporting requests are skipped and kept in ``reporting_requests``.
+        """Return the next message except a balance. Reporting requests are skipped and kept in ``reporting_requests``.
 
         Call-offs are also skipped unless ``calls`` is true. These ranks carry out a plan at once, so a call-off always
         arrives too late.
         """
-        skipped_kinds = {"reporting"} if calls else {"reporting", "call_off"}
+        skipped_kinds = {"reporting", "balance"} if calls else {"reporting", "balance", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)
         while message != grpc.aio.EOF and message.WhichOneof("message") in skipped_kinds:
             if message.WhichOneof("message") == "reporting":
@@ -117,6 +117,14 @@ class FakeRank:
         if message == grpc.aio.EOF:
             raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")
         return message
+
+    async def hear_reporting(self) -> agent_pb2.Reporting:
+        """Return the next reporting request; only balances may arrive before it."""
+        message = await asyncio.wait_for(self.call.read(), 20)
+        while message.WhichOneof("message") == "balance":
+            message = await asyncio.wait_for(self.call.read(), 20)
+        assert message.WhichOneof("message") == "reporting"
+        return message.reporting
 
     async def greet(self, hello: agent_pb2.Hello) -> agent_pb2.Welcome:
         await self.say(hello=hello)

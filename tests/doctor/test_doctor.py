@@ -71,6 +71,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(doctor, "_ENGINES", (("Toy", "toy_engine", "VLLM_PLUGINS", "eplb_agent"),))
     monkeypatch.setattr(doctor, "_SERVICE_SECONDS", 0.2)
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "127.0.0.1:9")
+    monkeypatch.setenv("EPLB_AGENT_DATA_HOST", "127.0.0.1")
     ready = types.SimpleNamespace(result=lambda _: None)
     monkeypatch.setattr(doctor.grpc, "channel_ready_future", lambda _: ready)
     return types.SimpleNamespace(engine=engine, adapter=adapter, patch=monkeypatch)
@@ -90,6 +91,18 @@ def variables(**named):
             installed.patch.setenv(name, value)
 
     return set_variables
+
+
+@pytest.mark.parametrize("host", ["node-3.example", "10.0.0.3", "fd00::3", "node-3"])
+def test_a_host_name_without_a_domain_causes_a_warning(host, installed):
+    installed.patch.setenv("EPLB_AGENT_DATA_HOST", host)
+    findings = [finding for finding in doctor.environment() if finding.verdict != OK]
+    if host == "node-3":
+        (warning,) = findings
+        assert (warning.name, warning.verdict) == ("data host", WARNING)
+        assert "EPLB_AGENT_DATA_HOST is 'node-3', a name without a domain" in warning.text
+    else:
+        assert findings == []
 
 
 def service_not_set(installed):

@@ -18,6 +18,7 @@ from eplb_core.wire import operator as wire
 from eplb_core.wire.agent import (
     MAX_BLOCKS,
     MAX_REPORT_STEPS,
+    Balance,
     CallOff,
     Heartbeat,
     Hello,
@@ -263,6 +264,12 @@ KINDS: dict[str, Kind] = {
         {"report_steps": (0, (1 << 16) + 1), "heartbeat_seconds": (float("nan"),)},
     ),
     "reporting": Kind(agent_pb2.Reporting, REPORTINGS, partial(decode, Reporting), {}),
+    "balance": Kind(
+        agent_pb2.Balance,
+        st.builds(Balance, st.floats(0, 4096), STEPS),
+        partial(decode, Balance),
+        {"par": (-1.0, float("nan"), float("inf"), 5000.0), "steps": ACCEPTED},
+    ),
     "heat_report": Kind(
         agent_pb2.HeatReport,
         heat_reports(),

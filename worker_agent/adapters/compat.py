@@ -256,18 +256,23 @@ def require(
 
 
 def release_of(version: str, known: KnownReleases) -> str:
-    """Return the release that a version belongs to: the version itself if it is known, else its first two numbers.
+    """Return the known release that a version belongs to, or the version's own numbers if there is none.
+
+    A version belongs to the known release whose numbers it begins with; if there are several, to the longest.
+    Suffixes for pre-releases, post-releases, development and local versions are ignored.
 
     Examples
     --------
     >>> known = {"0.5.23": {}, "0.32": {}}
-    >>> release_of("0.5.23+cu13", known)
-    '0.5.23'
-    >>> release_of("0.32.1", known)
-    '0.32'
+    >>> release_of("0.5.23.post1+cu13", known), release_of("0.32.1rc1", known)
+    ('0.5.23', '0.32')
+    >>> release_of("0.5.24", known)
+    '0.5.24'
     """
-    public = version.split("+", maxsplit=1)[0]
-    return public if public in known else ".".join(public.split(".")[:2])
+    numbers = _numbers(version)
+    # A version without trailing zeros, such as 1 for 1.0, begins with the same numbers.
+    owners = [name for name in known if (*numbers, 0, 0, 0, 0)[: len(_numbers(name))] == _numbers(name)]
+    return max(owners, key=lambda name: len(_numbers(name)), default=".".join(map(str, numbers)))
 
 
 def nearest(version: str, known: KnownReleases) -> str:
@@ -282,6 +287,8 @@ def nearest(version: str, known: KnownReleases) -> str:
     '0.23'
     >>> nearest("0.28.0", known)
     '0.33'
+    >>> nearest("0.34.0.dev12", known)
+    '0.33'
     """
     release = release_of(version, known)
     if release in known:
@@ -290,9 +297,21 @@ def nearest(version: str, known: KnownReleases) -> str:
 
 
 def _order(release: str) -> int:
-    """Return a sort key for a release or version: its first three numbers, combined into one integer."""
-    major, minor, patch = ([*map(int, re.findall(r"\d+", release)), 0, 0, 0])[:3]
-    return (major * 1000 + minor) * 1000 + patch
+    """Return a sort key for a release or version: its first four numbers, combined into one integer."""
+    major, minor, patch, fourth = (*_numbers(release), 0, 0, 0, 0)[:4]
+    return ((major * 1000 + minor) * 1000 + patch) * 1000 + fourth
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without its suffixes; empty if it does not begin with a number.
+
+    Examples
+    --------
+    >>> _numbers("0.5.23.post1"), _numbers("v0.30.0rc2"), _numbers("0.25.1.dev20261101+cu13"), _numbers("dev")
+    ((0, 5, 23), (0, 30, 0), (0, 25, 1), ())
+    """
+    matched = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, matched[1].split("."))) if matched else ()
 
 
 def _describe(differences: Sequence[_Mismatch]) -> str:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
-from worker_agent.settings import AgentSettings, misspelt_settings
+from worker_agent.settings import AgentSettings, bare_name_warning, misspelt_settings
 
 _MAX_SECONDS = 180.0
 """Time limit for all ranks to start, form a group and complete the round trip."""
@@ -222,6 +222,8 @@ def environment() -> Iterator[Finding]:
         )
         problems = "; ".join(f"{name.upper()}: {message}" for name, message in messages)
         yield Finding("settings", FAILED, f"invalid environment variables: {problems}")
+    if settings is not None and (warning := bare_name_warning(settings.data_host)) is not None:
+        yield Finding("data host", WARNING, warning)
     yield from _engines(allow_unverified=settings is not None and settings.allow_unverified_engine)
     if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
         text = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from worker_agent.settings import bare_name_warning
 from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.link_guard import LinkGuard
 from worker_agent.swap.peers import Address, PeerGoneError, Peers, PeerStore
+
+_log = logging.getLogger("eplb.agent")
 
 _OPEN_TIMEOUT = timedelta(seconds=60)
 _SECRET_BYTES = 32
@@ -125,6 +129,9 @@ class AgentGroup:
         """
         gathered = _all_gather(host_group, (node, secrets.token_bytes(_SECRET_BYTES), facts))
         one_node = len({rank_node for rank_node, _, _ in gathered}) == 1
+        warning = None if one_node else bare_name_warning(address)
+        if warning is not None:
+            _log.warning("rank %d: %s", dist.get_rank(host_group), warning)
         complaint: str | None = None
         peers: Peers | None = None
         try:

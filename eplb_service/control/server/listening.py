@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import socket
 import ssl
 import threading
 from pathlib import Path
@@ -71,6 +73,45 @@ class ListenError(Exception):
     """Raised when the service cannot listen on an address. The error message names the address, reason and remedy."""
 
 
+def listen_error(action: str, address: str, flag: str, error: Exception) -> ListenError:
+    """Return the error of an address that cannot be used.
+
+    Parameters
+    ----------
+    action
+        What failed, such as ``cannot listen on``.
+    address
+        ``host:port``.
+    flag
+        Option that sets the address.
+    error
+        Error of the attempt. gRPC's does not say if the address is in use.
+    """
+    reason = str(error)
+    remedy = f"choose another address with --{flag}"
+    if _is_in_use(address):
+        reason = "another program listens there, most likely another `eplb serve` on this host"
+        remedy = f"stop it, or {remedy}"
+    elif isinstance(error, OSError):
+        reason = error.strerror or reason
+    return ListenError(f"{action} {address}: {reason}; {remedy}")
+
+
+def bound_socket(address: str) -> socket.socket:
+    """Return a socket that listens on ``host:port``; raises ``OSError`` if that fails."""
+    host, _, port = address.rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target[:2], family=family, backlog=128)
+
+
+def _is_in_use(address: str) -> bool:
+    try:
+        bound_socket(address).close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "errno", None) == errno.EADDRINUSE
+    return False
+
+
 async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.AsyncExitStack) -> str:
     """Serve health checks, and no other calls, until ``stack`` unwinds.
 
@@ -111,9 +152,7 @@ async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.A
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ListenError(
-            f"cannot listen on {address}: {error}; choose another address with --health"
-        ) from error
+        raise listen_error("cannot listen on", address, "health", error) from error
     await server.start()
     stack.push_async_callback(server.stop, None)
     return f"{address.rpartition(':')[0]}:{port}"

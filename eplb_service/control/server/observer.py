@@ -135,8 +135,14 @@ class Observer:
             observed.last_decision = replace(observed.last_decision, plan_id=plan_id)
             observed.last_plan = observed.last_decision
 
-    def tick(self, deployment: Deployment) -> None:
-        """Record the current balance if heat of new steps has arrived since the last point."""
+    def tick(self, deployment: Deployment) -> float:
+        """Record the current balance if heat of new steps has arrived since the last point.
+
+        Returns
+        -------
+        float
+            The current PAR; 0 if it is unknown or has been recorded.
+        """
         observed = self.of(deployment.name)
         if deployment.assembled != observed.assembled:
             observed.assembled = deployment.assembled
@@ -144,7 +150,7 @@ class Observer:
             observed.charted = False
         par = 0.0 if observed.charted else mean_measured_par(measured_par(deployment))
         if not par:
-            return
+            return 0.0
         worth = deployment.session.worth
         point = BalancePoint(
             self._wall_clock(),
@@ -155,6 +161,7 @@ class Observer:
             math.nan if worth is None else worth.par_left_alone,
         )
         observed.charted = observed.series.add(point)
+        return par
 
     def idle_seconds(self, name: str) -> float | None:
         """Return the seconds since the heat of a new step arrived; ``None`` before the first step."""

@@ -35,6 +35,7 @@ from eplb_service.control.server.listening import (
     OPERATOR_SERVICE,
     Certificates,
     ListenError,
+    listen_error,
     report_health,
     serve_health,
 )
@@ -247,9 +248,7 @@ def _bound_server(
             )
             port = server.add_secure_port(settings.listen, credentials)
     except RuntimeError as error:
-        raise ListenError(
-            f"cannot listen on {settings.listen}: {error}; choose another address with --listen"
-        ) from error
+        raise listen_error("cannot listen on", settings.listen, "listen", error) from error
     return server, f"{settings.listen.rpartition(':')[0]}:{port}"
 
 

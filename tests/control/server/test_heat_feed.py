@@ -48,8 +48,8 @@ def deployment_of(service: RunningService) -> Deployment:
 
 async def reporting_requests(group: FakeGroup) -> list[tuple[bool, int]]:
     """Return each rank's next reporting request: whether it asks for source sums, and n for one in n reports."""
-    messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
-    return [(message.reporting.source_sums, message.reporting.one_in) for message in messages]
+    messages = [await rank.hear_reporting() for rank in group.ranks]
+    return [(message.source_sums, message.one_in) for message in messages]
 
 
 async def test_ranks_send_source_sums_or_every_step_while_heat_is_watched(service: RunningService) -> None:
@@ -83,11 +83,11 @@ async def test_large_groups_send_long_reports_unless_heat_is_watched(monkeypatch
         # A watcher receives source counts per step, in short reports.
         call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         await call.read()
-        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
-        assert [message.reporting.report_steps for message in messages] == [16] * len(group.ranks)
+        messages = [await rank.hear_reporting() for rank in group.ranks]
+        assert [message.report_steps for message in messages] == [16] * len(group.ranks)
         call.cancel()
-        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
-        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
+        messages = [await rank.hear_reporting() for rank in group.ranks]
+        assert [message.report_steps for message in messages] == [64] * len(group.ranks)
         # The 64 steps in a single report enter the window gradually.
         group.step = 64
         await group.send_heat(skewed_heat(64))

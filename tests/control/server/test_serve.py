@@ -131,6 +131,19 @@ def test_unparsable_settings_are_reported_in_one_line(
     assert message in line
 
 
+@pytest.mark.parametrize("flag", ["--listen", "--metrics"])
+def test_an_address_in_use_is_explained_in_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from eplb_service.cli.main import run
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert run(["serve", "--store", ":memory:", *ADDRESSES, flag, address]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("eplb: error: cannot ")
+    assert f"{address}: another program listens there, most likely another `eplb serve`" in line
+    assert line.endswith(f"or choose another address with {flag}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import re
 import sqlite3
 import threading
 import time
@@ -266,11 +268,41 @@ async def test_ranks_at_an_unknown_epoch_are_asked_for_a_new_hello(
     assert live.epoch == 9
 
 
-@pytest.mark.parametrize("flag", ["listen", "metrics"])
+@pytest.mark.parametrize("flag", ["listen", "metrics", "page", "health"])
 async def test_a_start_fails_if_an_address_is_in_use(service: RunningService, flag: str) -> None:
-    with pytest.raises(ListenError, match=service.address):
+    reason = (
+        f"{service.address}: another program listens there, most likely another `eplb serve` on this host; stop it, "
+        f"or choose another address with --{flag}"
+    )
+    with pytest.raises(ListenError, match=re.escape(reason)):
         async with run_service(settings(**{flag: service.address})):
             pass
+
+
+@pytest.mark.parametrize("flag", ["listen", "metrics"])
+async def test_an_address_of_another_host_is_not_reported_as_in_use(flag: str) -> None:
+    with pytest.raises(ListenError, match=rf"192\.0\.2\.1:9.*choose another address with --{flag}") as raised:
+        async with run_service(settings(**{flag: "192.0.2.1:9", "insecure": True})):
+            pass
+    assert "another program" not in str(raised.value)
+
+
+async def test_rank_0_is_told_the_balance_of_new_steps(service: RunningService, group: FakeGroup) -> None:
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.live is not None)
+    tick(service.plane)
+    outboxes = [service.plane.streams._streams["decode"][rank].outbox for rank in range(RANKS)]
+    assert all(outbox.empty() for outbox in outboxes), "there is no heat yet"
+    await group.send_heat(skewed_heat(8))
+    await until(lambda: deployment.assembled == 8)
+    tick(service.plane)
+    messages = [await asyncio.wait_for(group.ranks[0].call.read(), 60)]
+    assert [message.WhichOneof("message") for message in messages] == ["balance"]
+    balance = messages[0].balance
+    assert balance.steps == 8
+    assert balance.par == pytest.approx(deployment.heat.served_par(8).mean(), rel=1e-6)  # type: ignore[union-attr]
+    assert balance.par > 1.5
+    assert all(outbox.empty() for outbox in outboxes[1:])
 
 
 async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:

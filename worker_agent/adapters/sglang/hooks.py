@@ -6,9 +6,10 @@ from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, TypeAlias
 
-from worker_agent.adapters.compat import Patches, UnsupportedEngineError, read_known, require
+from worker_agent.adapters.compat import Patches, UnsupportedEngineError, nearest, read_known, require
 from worker_agent.adapters.engine_host import log, make_hook, warn_of_ignored_settings
 from worker_agent.adapters.sglang.host import SglangHost
+from worker_agent.adapters.sglang.older_releases import refuse_runner, refuse_unmapped_model
 from worker_agent.adapters.sglang.options import MANAGER_DEFAULTS, SglangOptions
 from worker_agent.settings import AgentSettings
 
@@ -65,9 +66,17 @@ def _make_host(original: _Call, runner: Any) -> None:
             "With only some of the hooks, the agent would miss changes that SGLang makes",
             "See SGLang's log for 'Failed to apply hooks'",
         )
-    options = SglangOptions.of_this_process()
+    refuse_runner(_release(), runner)
+    options = SglangOptions.of_this_process(_release())
     options.check(allow_unverified=AgentSettings().allow_unverified_engine)
     runner.eplb_manager = SglangHost(runner, options)
+
+
+def _release() -> str:
+    """Return the known release that the installed SGLang belongs to, or is compared with."""
+    from sglang.version import __version__
+
+    return nearest(__version__, KNOWN)
 
 
 def _start_host(_: Any, runner: Any) -> None:
@@ -79,6 +88,7 @@ def _start_host(_: Any, runner: Any) -> None:
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_exec, get_parallel
 
+    refuse_unmapped_model(_release(), runner.model)
     if get_parallel().moe_ep_rank == 0:
         moe = get_exec().moe
         settings = {name: getattr(moe, name) for name in MANAGER_DEFAULTS}

@@ -60,13 +60,21 @@ class SglangOptions:
     """Active options that the agent does not support, as the user spells them, each with the reason."""
 
     @classmethod
-    def of_this_process(cls) -> SglangOptions:
-        """Read the options from SGLang's published configuration."""
+    def of_this_process(cls, release: str) -> SglangOptions:
+        """Read the options from SGLang's published configuration.
+
+        Parameters
+        ----------
+        release
+            SGLang's release.
+        """
         from sglang.srt.layers.moe.utils import is_moe_input_scattered_across_dp_ranks
         from sglang.srt.runtime_context import get_exec, get_parallel
 
         moe = get_exec().moe
         parallel = get_parallel()
+        # In 0.5.21, dp_size is the number of attention ranks if attention is data parallel.
+        divides_attention = release == "0.5.21" and parallel.enable_dp_attention
         return cls(
             dispatch=moe.ep_dispatch_algorithm,
             all_to_all=moe.moe_a2a_backend,
@@ -76,7 +84,7 @@ class SglangOptions:
             expert_parallel=parallel.moe_ep_size,
             pipeline_parallel=parallel.pp_size,
             context_parallel=parallel.attn_cp_size * parallel.dcp_size,
-            replicas=parallel.dp_size,
+            replicas=1 if divides_attention else parallel.dp_size,
             unsupported=_active_unsupported(),
         )
 
@@ -179,7 +187,8 @@ def _active_unsupported() -> tuple[tuple[str, str], ...]:
             "--enable-pdmux",
             "Two passes run at once, and a layer can only be switched between passes",
         ),
-        (moe.enable_paged_experts, "--enable-paged-experts", offload_reason),
+        # Releases before 0.5.23 have no paged experts.
+        (getattr(moe, "enable_paged_experts", False), "--enable-paged-experts", offload_reason),
         (moe.kt_weight_path is not None, "--kt-weight-path", offload_reason),
         (offload.cpu_offload_gb > 0, "--cpu-offload-gb", offload_reason),
         (offload.offload_group_size > 0, "--offload-group-size", offload_reason),

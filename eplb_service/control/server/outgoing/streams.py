@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from eplb_core.wire.agent import CallOff, Reporting
+from eplb_core.wire.agent import Balance, CallOff, Reporting
 from eplb_core.wire.codec import encode
 from eplb_core.wire.generated import agent_pb2
 from eplb_core.wire.plan import SharedPlan
@@ -176,6 +176,12 @@ class Streams:
         message = agent_pb2.ConnectResponse(reporting=encode(reporting))
         for stream in self._streams.get(deployment, {}).values():
             stream.outbox.put_nowait(message)
+
+    def tell(self, deployment: str, balance: Balance) -> None:
+        """Send the deployment's balance to rank 0, if it is connected."""
+        stream = self._streams.get(deployment, {}).get(0)
+        if stream is not None:
+            stream.outbox.put_nowait(agent_pb2.ConnectResponse(balance=encode(balance)))
 
     def end(self, deployment: str, reason: str) -> None:
         """End the streams of a deployment, so that its agents reconnect with a new Hello."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 
 import structlog
 
-from eplb_core.wire.agent import CallOff, Heartbeat, Hello, PlanState, PlanStatus
+from eplb_core.wire.agent import Balance, CallOff, Heartbeat, Hello, PlanState, PlanStatus
 from eplb_core.wire.generated import agent_pb2
 from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.operator import PastPlan
@@ -16,6 +16,7 @@ from eplb_service.control.core.deployed_layout import DeployedLayout
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError, NotStoredError
 from eplb_service.control.core.group import AssembledLayout, rank_list
+from eplb_service.control.core.health import recent_step_count
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.decider import Decider
 from eplb_service.control.server.deciding.priors import PriorError, Priors
@@ -314,7 +315,9 @@ class ControlPlane:
         self._begin(deployment)
         self._decide(deployment)
         self.decider.evaluate(deployment)
-        self.observer.tick(deployment)
+        par = self.observer.tick(deployment)
+        if par:
+            self.streams.tell(deployment.name, Balance(par, recent_step_count(deployment)))
         return gauges(deployment, self.observer)
 
     def _decide(self, deployment: Deployment) -> None:

@@ -24,7 +24,7 @@ from eplb_service import __version__
 from eplb_service.control.core.errors import RejectedError
 from eplb_service.control.server.access.gate import CALLER, Caller, Gate
 from eplb_service.control.server.access.quotas import index_to_evict
-from eplb_service.control.server.listening import CallError, Certificates, ListenError, code_of
+from eplb_service.control.server.listening import CallError, Certificates, bound_socket, code_of, listen_error
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.telemetry.deployment_figures import explanations, figures_of
 from eplb_service.telemetry.logs import BoundedLog
@@ -320,15 +320,10 @@ def listen_on(address: str, flag: str) -> socket.socket:
     flag
         Name of the setting, for the error message.
     """
-    host, _, port = address.rpartition(":")
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(target[:2], family=family, backlog=128)
+        listener = bound_socket(address)
     except OSError as error:
-        reason = error.strerror or error
-        raise ListenError(
-            f"cannot serve the {flag} on {address}: {reason}; choose another address with --{flag}"
-        ) from error
+        raise listen_error(f"cannot serve the {flag} on", address, flag, error) from error
     listener.setblocking(False)
     return listener
 

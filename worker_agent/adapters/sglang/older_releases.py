@@ -1,0 +1,81 @@
+"""Refusals for SGLang 0.5.21 and 0.5.22, in which not every device, draft model and model uses the expert tables."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from worker_agent.adapters.compat import refuse
+
+_OLDER = ("0.5.21", "0.5.22")
+_MAPPING_DEVICES = ("cuda",)
+"""Devices on which the older releases map choices to slots. SGLang calls AMD's GPUs ``cuda`` as well."""
+_REMEDY = "Install SGLang 0.5.23"
+
+
+def refuse_runner(release: str, runner: Any) -> None:
+    """Refuse devices and draft models that work with the agent only in a later release.
+
+    Raises ``UnsupportedEngineError`` before the model is loaded.
+
+    Parameters
+    ----------
+    release
+        SGLang's release.
+    runner
+        SGLang's ``ModelRunner`` for the target model.
+    """
+    if release not in _OLDER:
+        return
+    refuse(
+        [
+            (
+                runner.device not in _MAPPING_DEVICES,
+                f"SGLang {release} on {runner.device}",
+                "This release maps chosen experts to slots on GPUs only",
+                _REMEDY,
+            ),
+            (
+                not runner.spec_algorithm.is_none(),
+                f"speculative decoding with SGLang {release}",
+                "In this release, layers of the draft model may read the tables of the model's own layers",
+                f"{_REMEDY}, start without --speculative-algorithm",
+            ),
+        ]
+    )
+
+
+def refuse_unmapped_model(release: str, model: Any) -> None:
+    """Refuse a model whose code does not look up expert locations, because it would choose slots by expert number.
+
+    In later releases, ``TopK`` itself looks them up. Raises ``UnsupportedEngineError``.
+
+    Parameters
+    ----------
+    release
+        SGLang's release.
+    model
+        The loaded model.
+    """
+    if release not in _OLDER:
+        return
+    for name, module in model.named_modules():
+        routers = [child for child in module.children() if type(child).__name__ in ("TopK", "HashTopK")]
+        refuse(
+            [
+                (
+                    bool(routers) and not _looks_up_locations(type(module)),
+                    f"{type(module).__name__} ({name}) in SGLang {release}",
+                    "Its code passes no expert locations to the router, so experts would not be found after a switch",
+                    _REMEDY,
+                )
+            ]
+        )
+
+
+def _looks_up_locations(layer: type) -> bool:
+    return any(
+        "ExpertLocationDispatchInfo" in inspect.getsource(owner)
+        for owner in layer.__mro__
+        if owner.__module__.startswith("sglang.")
+    )
