@@ -57,6 +57,8 @@ class Shape:
     entry_by_row
         True if the host selects a token's table entry by the token's row in the batch instead of using the entries in
         turn.
+    splits_by_step
+        True if the host chooses replicas by each step's own counts, so that tables have no effect.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -69,6 +71,7 @@ class Shape:
     width: Annotated[int, "dealing_width", _at_least_one, fields.below(MAX_ENTRIES + 1, least=1)] = 1
     rank_bound: bool = False
     entry_by_row: bool = False
+    splits_by_step: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -78,7 +78,9 @@ _INVALID: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bytes_received", "staging_bytes", "ring_bytes", "bytes_per_expert"), past(MAX_BYTES)),
     **dict.fromkeys(("transfer_seconds", "commit_seconds"), (float("nan"), float("inf"), -1.0, 1e300)),
     **dict.fromkeys(("agent_version", "service_version", "node", "device"), (_CONTROL, _LONG)),
-    **dict.fromkeys(("reason", "error", "rank_bound", "entry_by_row", "source_sums"), ACCEPTED),
+    **dict.fromkeys(
+        ("reason", "error", "rank_bound", "entry_by_row", "splits_by_step", "source_sums"), ACCEPTED
+    ),
     **dict.fromkeys(("log2phy", "physical_to_logical", "local_physical_to_logical"), _WRONG_SHAPES),
     "layer": (512, 1 << 31),
     "deployment": ("", "-x", "a b", "a\x1b", "x" * 64),
@@ -151,7 +153,13 @@ def hellos(draw: st.DrawFn) -> Hello:
         node=draw(TEXTS),
         token_group=draw(st.integers(0, 4095)),
         group_id=draw(TEXTS.filter(bool)),
-        shape=replace(SHAPE, width=width, rank_bound=draw(st.booleans()), entry_by_row=draw(st.booleans())),
+        shape=replace(
+            SHAPE,
+            width=width,
+            rank_bound=draw(st.booleans()),
+            entry_by_row=draw(st.booleans()),
+            splits_by_step=draw(st.booleans()),
+        ),
         epoch=epoch,
         digest=draw(DIGESTS),
         layer_epochs=draw(layer_epochs(epoch)),
