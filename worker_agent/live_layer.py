@@ -124,6 +124,14 @@ class RowDealt(Protocol):
 
 
 @runtime_checkable
+class SplitByStep(Protocol):
+    """Live layer that declares whether replicas are chosen by each step's own counts instead of the tables."""
+
+    splits_by_step: bool
+    """True if all ranks compute the same split of each step's tokens, which minimises the hottest rank's load."""
+
+
+@runtime_checkable
 class Named(Protocol):
     """Live layer with a name in the model. Ranks compare the names to detect layers in a different order."""
 

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -141,10 +141,10 @@ class AgentSettings(BaseSettings):
         le=1024,
         description="Number of parts into which policy mode divides the engine's window of heat.",
     )
-    step_split: Literal["auto", "on", "off"] = Field(
+    step_split: Annotated[int, Field(ge=1)] | Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Choose replicas by each step's own counts: on, off, or auto (on if all ranks see all tokens of a "
-        "step and the estimated gain exceeds the cost).",
+        description="Choose replicas by each step's own counts: on, off, auto (only if the fitted costs say that it "
+        "pays), or the number of tokens from which a step is split.",
     )
     initial_placement: Path | None = Field(
         None,

@@ -34,6 +34,8 @@ from itertools import pairwise
 from math import ceil, sqrt
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from eplb_core.placement import Int32
@@ -93,7 +95,7 @@ class StepwiseSplit:
     Parameters
     ----------
     phy2log_RS
-        Initial placement, int32 ``[R, S]``. Every expert must be placed, and at most once per rank.
+        Initial placement, int32 ``[R, S]``. Every expert must be placed.
     experts
         E, the number of logical experts.
     device
@@ -146,7 +148,7 @@ class StepwiseSplit:
         for name, table in split_tables(phy2log_RS, experts, self._replica_slots).items():
             setattr(self, name, torch.from_numpy(table).to(device))
         self._matrices = self.rounds_CM2.unbind()
-        self._dither_WX = torch.from_numpy(rounding_dithers(ranks, self._replica_slots)).to(device)
+        self._dither_WX = torch.from_numpy(self._dithers()).to(device)
 
     @staticmethod
     def check(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
@@ -166,6 +168,11 @@ class StepwiseSplit:
         tables = split_tables(phy2log_RS, self._experts, self._replica_slots)
         for name, table in tables.items():
             getattr(self, name).copy_(torch.from_numpy(table))
+        # This tensor is constant, but a sleeping engine may have discarded its memory.
+        self._dither_WX.copy_(torch.from_numpy(self._dithers()))
+
+    def _dithers(self) -> npt.NDArray[np.float64]:
+        return rounding_dithers(self._ranks, self._replica_slots)
 
     def ends(self, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES) -> torch.Tensor:
         """Compute the split of one step.

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.placement import Int32, check_layer
+from eplb_core.placement import Int32, PlacementError, checked_foreign
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 
@@ -52,7 +52,7 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
     Parameters
     ----------
     phy2log_RS
-        Placement, int32 ``[R, S]``.
+        Placement, int32 ``[R, S]``. Engines' own balancers may place an expert in several slots of a rank.
     experts
         E, the number of logical experts.
     replica_slots
@@ -66,9 +66,11 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
     Raises
     ------
     PlacementError
-        If the placement is invalid.
+        If an expert has no slot, does not exist, or a slot is empty.
     """
-    check_layer(phy2log_RS, experts)
+    checked_foreign(phy2log_RS[None], experts)
+    if (phy2log_RS < 0).any():
+        raise PlacementError("the stepwise split does not support empty slots")
     slots = _ReplicaSlots.of(phy2log_RS)
     ranks = phy2log_RS.shape[0]
     padding = replica_slots - len(slots.rank_M)

@@ -20,7 +20,7 @@ from eplb_core.placement import (
     with_entries,
     without_single_entries,
 )
-from eplb_core.planner.settings import DEAL, EVEN, TABLES, PlannerSettings
+from eplb_core.planner.settings import DEAL, EVEN, STEP, TABLES, PlannerSettings
 
 _MIN_TOKENS = 1e-3
 """Smallest mean number of tokens per step on the interpolation grid."""
@@ -40,15 +40,19 @@ def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
     return max(entries for entries in range(1, settings.deal_width + 1) if width % entries == 0)
 
 
-def fitted_to_host(settings: PlannerSettings, width: int, *, entry_by_row: bool) -> PlannerSettings:
+def fitted_to_host(
+    settings: PlannerSettings, width: int, *, entry_by_row: bool, splits_by_step: bool = False
+) -> PlannerSettings:
     """Adapt the settings to a host whose tables have ``width`` entries per expert.
 
-    With several entries, the default split ``tables`` would use only one replica of each expert per source. It is
-    replaced by ``even`` if the host picks an entry based on the token's row, and by ``deal`` otherwise. Any other split
-    is kept.
+    The default split ``tables`` is replaced by ``step`` if the host splits each step by its own counts. With several
+    entries, it would use only one replica of each expert per source, so it is replaced by ``even`` if the host picks an
+    entry based on the token's row, and by ``deal`` otherwise. Any other split is kept.
     """
-    if width == 1 or settings.split != TABLES:
+    if settings.split != TABLES or (width == 1 and not splits_by_step):
         return settings
+    if splits_by_step:
+        return replace(settings, split=STEP)
     return replace(settings, split=EVEN if entry_by_row else DEAL)
 
 

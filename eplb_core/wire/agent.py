@@ -66,6 +66,8 @@ class Shape:
         turn.
     observed
         True if the agents only observe. Such agents also set ``rank_bound``, so that older services make no plans.
+    splits_by_step
+        True if the host chooses replicas by each step's own counts, so that tables have no effect.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -79,6 +81,7 @@ class Shape:
     rank_bound: bool = False
     entry_by_row: bool = False
     observed: bool = False
+    splits_by_step: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -244,6 +244,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._options = options
         self._paths = paths
         self._split = split
+        self.splits_by_step = split is not None
         self._track(phy2log_RS, group.rank, table_E, heat_rows, device)
         self._hold(shape.layer, weights)
 

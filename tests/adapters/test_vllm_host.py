@@ -28,7 +28,8 @@ from tests.adapters.vllm_fakes import (
 from tests.ranks import run_ranks
 from worker_agent.adapters import engine_host
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.vllm.host import VllmHost, _TokenGroup, dispatch_of, token_group
+from worker_agent.adapters.vllm.dispatch import TokenGroup, dispatch_of, token_group
+from worker_agent.adapters.vllm.host import VllmHost
 
 
 def layer_of_023(**dispatch):
@@ -49,12 +50,12 @@ NAIVE = layer(naive=True)
 @pytest.mark.parametrize(
     ("runner", "data_parallel", "rank", "group"),
     [
-        (BASIC, 1, 3, _TokenGroup(0, 0)),  # only tensor parallel
-        (BASIC, 2, 1, _TokenGroup(0, 0)),  # 2 x 2: ranks 0 and 1 share tokens, and so do 2 and 3
-        (BASIC, 2, 3, _TokenGroup(2, 2)),
-        (BASIC, 4, 3, _TokenGroup(None, 3)),  # only data parallel
-        (PARALLEL, 2, 3, _TokenGroup(None, 3)),
-        (NAIVE, 4, 3, _TokenGroup(0, 0)),  # all tokens are gathered before routing
+        (BASIC, 1, 3, TokenGroup(0, 0)),  # only tensor parallel
+        (BASIC, 2, 1, TokenGroup(0, 0)),  # 2 x 2: ranks 0 and 1 share tokens, and so do 2 and 3
+        (BASIC, 2, 3, TokenGroup(2, 2)),
+        (BASIC, 4, 3, TokenGroup(None, 3)),  # only data parallel
+        (PARALLEL, 2, 3, TokenGroup(None, 3)),
+        (NAIVE, 4, 3, TokenGroup(0, 0)),  # all tokens are gathered before routing
     ],
 )
 def test_token_groups_are_derived_from_the_dispatch(runner, data_parallel, rank, group):

@@ -19,7 +19,7 @@ from tests.engines.ascend_layers import LISTS, SCALES, SLOTS, per_expert, weight
 from tests.engines.ascend_settings import ascend
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks
-from worker_agent.adapters.vllm.host import token_group
+from worker_agent.adapters.vllm.dispatch import token_group
 from worker_agent.adapters.vllm_ascend import weights
 from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists, refuse_settings
 from worker_agent.adapters.vllm_ascend.weights import expert_weights

@@ -13,6 +13,7 @@ from eplb_core.placement import Placement, apply_layers, par
 from eplb_core.planner.dealing import (
     as_host_deals,
     entry_parts,
+    fitted_to_host,
     poisson_above,
     shares_of_entries,
     sources_of_tables,
@@ -59,6 +60,27 @@ def test_entry_shares_are_expectations_over_poisson_tokens(width: int, mean: flo
     share_D = entry_parts(np.array(mean), width)
     assert share_D.sum() == pytest.approx(1.0)
     np.testing.assert_allclose(share_D, expected_D / mean, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("stated", "width", "by_row", "by_step", "split"),
+    [
+        ("tables", 1, False, False, "tables"),
+        ("tables", 4, False, False, "deal"),
+        ("tables", 4, True, False, "even"),
+        ("tables", 1, False, True, "step"),
+        ("tables", 4, True, True, "step"),
+        ("even", 4, True, True, "even"),
+        ("step", 4, True, False, "step"),
+    ],
+)
+def test_the_default_split_is_that_of_the_host(
+    stated: str, width: int, by_row: bool, by_step: bool, split: str
+) -> None:
+    settings = fitted_to_host(
+        PlannerSettings(split=stated), width, entry_by_row=by_row, splits_by_step=by_step
+    )
+    assert settings.split == split
 
 
 def test_many_tokens_are_dealt_nearly_evenly_and_few_go_to_the_first_entry() -> None:

@@ -254,6 +254,11 @@ class EngineLayer:
         True if several ranks route the same tokens.
     entry_by_row
         True if the engine selects table entries by the token's row in the batch.
+
+    Attributes
+    ----------
+    splits_by_step
+        True if the adapter chooses replicas by each step's own counts.
     """
 
     def __init__(
@@ -274,6 +279,7 @@ class EngineLayer:
         self.load_counter = heat.passes
         self.shares_tokens = shares_tokens
         self.entry_by_row = entry_by_row
+        self.splits_by_step = False
         self.rings = heat
         self._weights = weights
 

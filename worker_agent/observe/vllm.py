@@ -15,7 +15,7 @@ import torch
 from eplb_core.placement import Int32
 from worker_agent.adapters.batch import share_of_rank
 from worker_agent.adapters.compat import Patches, read_known
-from worker_agent.adapters.vllm.host import dispatch_of, token_group
+from worker_agent.adapters.vllm.dispatch import dispatch_of, token_group
 from worker_agent.observe.counter import RouterCounter
 from worker_agent.observe.layout import ObservedLayout, experts_in_slots, linear, placement_of_slots
 from worker_agent.observe.observer import (

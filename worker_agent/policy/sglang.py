@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from eplb_core.planner.settings import EVEN, TABLES
+from eplb_core.planner.settings import EVEN, STEP, TABLES
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.sglang import step_split
 from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.figures import Int64
 from worker_agent.policy.parts import parts_of_window, without_copies
 from worker_agent.policy.service import service_decision
 from worker_agent.policy.vllm import require_planner
 from worker_agent.settings import AgentSettings
+from worker_agent.step_split import StepSplit
 
 _log = logging.getLogger("eplb.agent")
 
@@ -33,6 +36,10 @@ _PARAMETERS = (
 )
 """Parameters of ``rebalance_experts`` in SGLang 0.5.21 to 0.5.23."""
 
+_UPDATE = "sglang.srt.eplb.expert_location.ExpertLocationMetadata.update"
+
+_splits: list[StepSplit] = []
+"""Split per step of each layer; empty if SGLang chooses replicas by its tables."""
 _agreements: list[Agreement] = []
 """Agreement of the EP ranks, created with SGLang's EPLB manager; empty if SGLang decides."""
 
@@ -59,6 +66,8 @@ def install() -> None:
     require_planner()
     HookRegistry.register(_ALGORITHM, rebalance_experts, HookType.AROUND)
     HookRegistry.register(_MANAGER, _join, HookType.AFTER)
+    step_split.register_hooks(AgentSettings().step_split)
+    HookRegistry.register(_UPDATE, _install, HookType.AFTER)
 
 
 def _join(*_: Any, **__: Any) -> None:
@@ -76,11 +85,37 @@ def _join(*_: Any, **__: Any) -> None:
     if get_exec().moe.elastic_ep_backend is not None:
         _log.warning("elastic expert parallelism is enabled, so SGLang's own algorithm decides")
         return
+    group = get_parallel().tp_group.cpu_group
     split = TABLES if get_exec().moe.ep_dispatch_algorithm == "static" else EVEN
-    remote = service_decision(AgentSettings(), split)
-    agreement = Agreement(get_parallel().tp_group.cpu_group, split, remote)
+    if _start_splits(group):
+        split = STEP
+    agreement = Agreement(group, split, service_decision(AgentSettings(), split))
     agreement.wait_until_warm()
     _agreements[:] = [agreement]
+
+
+def _start_splits(group: dist.ProcessGroup) -> bool:
+    """Split passes by step, if the settings and the dispatch permit it. Return True if all passes are split."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    _splits.clear()
+    metadata = get_global_expert_location_metadata()
+    if metadata is None:
+        return False
+    # The model is not loaded yet, so it is unknown which layers have experts.
+    layers = range(len(metadata.physical_to_logical_map_cpu))
+    choice = step_split.choose_for_engine(
+        AgentSettings().step_split, metadata.physical_to_logical_map.device.type
+    )
+    _splits.extend(step_split.start_splits(metadata, layers, group, choice))
+    return choice.whole and bool(_splits)
+
+
+def _install(_: Any, metadata: Any, other: Any, update_layer_ids: list[int]) -> None:
+    """Install the new placement in the splits after ``ExpertLocationMetadata.update`` has committed it."""
+    del other
+    for layer in update_layer_ids if _splits else ():
+        _splits[layer].install(metadata.physical_to_logical_map_cpu[layer].numpy())
 
 
 def rebalance_experts(

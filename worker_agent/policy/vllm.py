@@ -11,12 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_core.planner.settings import EVEN
+from eplb_core.planner.settings import EVEN, STEP
 from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.vllm import step_split
 from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.parts import parts_of_window, without_copies
 from worker_agent.policy.service import service_decision
 from worker_agent.settings import AgentSettings
+from worker_agent.step_split import StepSplitSetting, is_requested
 
 _log = logging.getLogger("eplb.agent")
 
@@ -116,16 +118,22 @@ def install() -> None:
 
     settings = AgentSettings()
     check_interface()
+    splits = _Splits(settings.step_split)
+    splits.patch()
     PlannerPolicy.fallback = EPLB_POLICIES[_KEY]
     EPLB_POLICIES[_KEY] = PlannerPolicy
     add_model = EplbState.add_model
     rearrange = EplbState.rearrange
 
     @wraps(add_model)
-    def add_model_and_join(self: Any, *arguments: Any, **keywords: Any) -> None:
-        add_model(self, *arguments, **keywords)
+    def add_model_and_join(
+        self: Any, model: Any, model_config: Any, *arguments: Any, **keywords: Any
+    ) -> None:
+        add_model(self, model, model_config, *arguments, **keywords)
+        if getattr(model_config, "runner_type", None) != "draft":
+            splits.start(self.model_states[model_config.compute_hash()], self.parallel_config)
         if PlannerPolicy.agreement is None:
-            PlannerPolicy.agreement = _join(self)
+            PlannerPolicy.agreement = _join(self, STEP if splits.whole else EVEN)
             if PlannerPolicy.agreement is not None:
                 PlannerPolicy.agreement.wait_until_warm()
 
@@ -178,14 +186,51 @@ def require_planner() -> None:
         )
 
 
-def _join(state: Any) -> Agreement | None:
+class _Splits:
+    """Splits per step of this process's models.
+
+    Parameters
+    ----------
+    setting
+        The setting ``step_split``.
+
+    Attributes
+    ----------
+    whole
+        True if all passes are split by step, so that the planner may place experts for this split.
+    """
+
+    def __init__(self, setting: StepSplitSetting) -> None:
+        self.whole = False
+        self._setting = setting
+        self._by_state: dict[int, list[step_split.RouterSplit]] = {}
+
+    def patch(self) -> None:
+        """Patch vLLM's routers and commits if the split is requested. Raises ``UnsupportedEngineError``."""
+        if is_requested(self._setting):
+            step_split.check_functions()
+            step_split.patch_router()
+            step_split.follow_commits(self._by_state)
+
+    def start(self, model_state: Any, parallel_config: Any) -> None:
+        """Split a model's passes by step if the setting and the dispatch permit it (collective over the EP group)."""
+        from vllm.distributed.parallel_state import get_ep_group
+
+        group = get_ep_group()
+        choice = step_split.choose_for_model(model_state, parallel_config, group, self._setting)
+        splits = step_split.start_splits(model_state, group, choice)
+        self._by_state[id(model_state)] = splits
+        self.whole = choice.whole and bool(splits)
+
+
+def _join(state: Any, split: str) -> Agreement | None:
     """Return the agreement of the EP ranks, over the group that only vLLM's EPLB uses."""
     from vllm.distributed.parallel_state import get_eplb_group
 
     if getattr(state.parallel_config, "enable_elastic_ep", False):
         _log.warning("elastic expert parallelism is enabled, so vLLM's own policy decides")
         return None
-    return Agreement(get_eplb_group().cpu_group, EVEN, service_decision(AgentSettings(), EVEN))
+    return Agreement(get_eplb_group().cpu_group, split, service_decision(AgentSettings(), split))
 
 
 def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

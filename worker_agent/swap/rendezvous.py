@@ -23,7 +23,15 @@ from eplb_core.placement import MAX_ENTRIES, Int32, Placement, PlacementError, w
 from eplb_core.wire.agent import Shape, mixed_releases
 from eplb_core.wire.codec import PROTOCOL_VERSION
 from worker_agent.device import device_name
-from worker_agent.live_layer import ExpertWeights, Gathering, LiveLayer, Named, RankBound, RowDealt
+from worker_agent.live_layer import (
+    ExpertWeights,
+    Gathering,
+    LiveLayer,
+    Named,
+    RankBound,
+    RowDealt,
+    SplitByStep,
+)
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.fingerprint import differing_replicas, expert_fingerprints, shared_memory
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
@@ -234,6 +242,7 @@ def _gather_facts(
         width=_dealing_width(layers, experts),
         rank_bound=any(isinstance(layer, RankBound) and layer.rank_bound for layer in layers),
         entry_by_row=any(isinstance(layer, RowDealt) and layer.entry_by_row for layer in layers),
+        splits_by_step=any(isinstance(layer, SplitByStep) and layer.splits_by_step for layer in layers),
     )
     weights = {f"layer {index}": layer.expert_weights() for index, layer in enumerate(layers)}
     shared = shared_memory(weights)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eplb_core.heat.sources import HeatPhase
+from eplb_core.planner.settings import EVEN
 from eplb_core.wire.agent import MAX_BLOCKS
 
 MIN_STEPS = 16
@@ -57,8 +58,8 @@ class Limits:
     heat_phase
         Phase of the steps that decisions use: all steps, only prefill steps (some rank prefills), or only decode steps
         (no rank prefills).
-    routed_by_tables
-        True if hosts route tokens according to the tables, False if they use their own routing rule.
+    split
+        Split of an expert's tokens over its replicas that the service plans for.
 
     Examples
     --------
@@ -77,7 +78,7 @@ class Limits:
     cpu_share: float = 1.0
     report_steps: int | None = None
     heat_phase: HeatPhase = "all"
-    routed_by_tables: bool = False
+    split: str = EVEN
 
     @property
     def decision_steps(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 
 from eplb_core.heat.assembler import HeatAssembler
 from eplb_core.placement import Float64, mean_par
+from eplb_core.planner.settings import DEAL, STEP, TABLES
 from eplb_core.wire.agent import mixed_releases
 from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.deployment import Deployment
@@ -182,12 +183,36 @@ def _balancing_problems(deployment: Deployment) -> list[str]:
             "experts are bound to their ranks (grouped experts), so there is nothing to plan; the service only "
             "monitors the heat"
         )
+    if deployment.group is not None:
+        lines += _split_problems(deployment.group.shape.splits_by_step, deployment.limits.split)
     if deployment.heat is not None:
-        lines += _heat_problems(deployment.heat, deployment.limits)
+        lines += _heat_problems(deployment.heat, deployment.limits, _routed_by_tables(deployment))
     return lines + _flow_problems(deployment)
 
 
-def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
+def _split_problems(splits_by_step: bool, planned: str) -> list[str]:
+    """Return the problem if the service plans for another split than the one that the ranks perform."""
+    if splits_by_step and planned not in (TABLES, STEP):
+        return [
+            "the ranks choose replicas by each step's own counts (EPLB_AGENT_STEP_SPLIT), but the service plans for "
+            f"split {planned}; serve with --split step"
+        ]
+    if planned == STEP and not splits_by_step:
+        return [
+            "the service plans for split step, but the ranks do not choose replicas by each step's own counts, which "
+            "leaves them less balanced than with any other split; set EPLB_AGENT_STEP_SPLIT=on, or serve without "
+            "--split step"
+        ]
+    return []
+
+
+def _routed_by_tables(deployment: Deployment) -> bool:
+    """Return True if hosts should route tokens according to the tables instead of using a routing rule."""
+    group = deployment.group
+    return deployment.limits.split in (TABLES, DEAL) and not (group and group.shape.splits_by_step)
+
+
+def _heat_problems(heat: HeatAssembler, limits: Limits, routed_by_tables: bool) -> list[str]:
     """Return the problems with the reported heat: steps that decisions cannot use, and misrouted tokens."""
     lines = []
     pending = heat.pending
@@ -204,7 +229,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits) -> list[str]:
             f"tokens were counted in {pending.mislabelled_steps} steps that all ranks label as dummies, so decisions "
             "skip these steps; have the host label steps with tokens as prefill or decode"
         )
-    if limits.routed_by_tables and heat.misrouted_steps >= _MISROUTED_STEPS:
+    if routed_by_tables and heat.misrouted_steps >= _MISROUTED_STEPS:
         assert heat.misrouted is not None
         rank, layer, slot = heat.misrouted
         lines.append(

@@ -14,7 +14,7 @@ import pytest
 from eplb_core.heat.assembler import HeatAssembler
 from eplb_core.heat.phase import StepPhase
 from eplb_core.placement import default_log2phy
-from eplb_core.wire.agent import Heartbeat, Shape
+from eplb_core.wire.agent import Heartbeat, Shape, decode_hello
 from eplb_core.wire.heat import HeatReport
 from eplb_core.wire.operator import BalancePoint
 from eplb_service.control.core.health import (
@@ -28,7 +28,7 @@ from eplb_service.control.core.health import (
     recent_step_count,
 )
 from tests.control.core.story import Story
-from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS
+from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, hello_of
 
 
 def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
@@ -258,10 +258,10 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
     assert story.deployment.decision_stall.seconds == 0
 
 
-@pytest.mark.parametrize("routed_by_tables", [True, False])
-def test_tokens_in_slots_that_are_in_no_table_are_a_problem(routed_by_tables: bool) -> None:
+@pytest.mark.parametrize("split", ["tables", "even"])
+def test_tokens_in_slots_that_are_in_no_table_are_a_problem(split: str) -> None:
     story = Story()
-    story.deployment.limits = replace(story.deployment.limits, routed_by_tables=routed_by_tables)
+    story.deployment.limits = replace(story.deployment.limits, split=split)
     story.joins()
     slots_RS = story.live.placement.phy2log_LRS[0]
     tables_RE = default_log2phy(slots_RS, EXPERTS)
@@ -270,7 +270,31 @@ def test_tokens_in_slots_that_are_in_no_table_are_a_problem(routed_by_tables: bo
     for number in range(3):
         report(story, number * WINDOW, 1, StepPhase.DECODE)
     messages = problems(story.deployment)
-    assert len(messages) == int(routed_by_tables)
+    assert len(messages) == int(split == "tables")
     assert all(
         "received tokens" in message and "does not route by log2phy" in message for message in messages
     )
+
+
+@pytest.mark.parametrize(
+    ("split", "by_step", "problem"),
+    [
+        ("tables", False, None),
+        ("tables", True, None),  # the service then plans for the ranks' split
+        ("step", True, None),
+        ("even", True, "plans for split even; serve with --split step"),
+        ("deal", True, "plans for split deal; serve with --split step"),
+        ("step", False, "set EPLB_AGENT_STEP_SPLIT=on"),
+    ],
+)
+def test_a_service_that_plans_for_another_split_than_the_ranks_perform_is_a_problem(
+    split: str, by_step: bool, problem: str | None
+) -> None:
+    story = Story()
+    story.deployment.limits = replace(story.deployment.limits, split=split)
+    for rank in range(RANKS):
+        hello = decode_hello(hello_of(story.live, rank))
+        story.deployment.hello(replace(hello, shape=replace(hello.shape, splits_by_step=by_step)))
+    found = problems(story.deployment)
+    assert len(found) == int(problem is not None)
+    assert problem is None or problem in found[0]

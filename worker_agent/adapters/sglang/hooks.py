@@ -11,6 +11,7 @@ from worker_agent.adapters.engine_host import log, make_hook, warn_of_ignored_se
 from worker_agent.adapters.sglang.host import SglangHost
 from worker_agent.adapters.sglang.older_releases import refuse_runner, refuse_unmapped_model
 from worker_agent.adapters.sglang.options import MANAGER_DEFAULTS, SglangOptions
+from worker_agent.adapters.sglang.step_split import register_hooks
 from worker_agent.settings import AgentSettings
 
 KNOWN = read_known("worker_agent.adapters.sglang")
@@ -37,12 +38,14 @@ def install() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if differences := check_release(AgentSettings().allow_unverified_engine):
+    settings = AgentSettings()
+    if differences := check_release(settings.allow_unverified_engine):
         log.warning("%s", differences)
     for target, hook in AROUND.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target, hook in AFTER.items():
         HookRegistry.register(target, hook, HookType.AFTER)
+    register_hooks(settings.step_split)
 
 
 def _host_of(runner: Any) -> SglangHost | None:

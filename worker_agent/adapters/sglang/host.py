@@ -16,9 +16,12 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.sglang.experts import local_experts
 from worker_agent.adapters.sglang.options import SglangOptions
+from worker_agent.adapters.sglang.step_split import choose_for_engine, start_splits
 from worker_agent.adapters.trial import Compute
 from worker_agent.adapters.unmoved import SharedValues, refuse_unmoved
 from worker_agent.device import on_host
+from worker_agent.settings import AgentSettings
+from worker_agent.step_split import StepSplit
 
 _NO_EXPERTS = frozenset({"correction_bias"})
 
@@ -40,6 +43,7 @@ class SglangHost(EngineHost):
         self._drained = False
         self._weights_checked = False
         self._stream: Any = None
+        self._splits: list[StepSplit] = []
 
     def start(self, metadata: Any, recorder: Any, rank: int, group: dist.ProcessGroup) -> None:
         """Start the agent on the layers of the loaded model (collective over ``group``).
@@ -88,6 +92,11 @@ class SglangHost(EngineHost):
             shared_values |= {f"{name}: {path}": value for path, value in values.items()}
             index = _layer_of(addresses, layers)
             computes[index] = local_experts(module, slots, self._recorded_counts.device)
+        layer_ids = sorted(model.routed_experts_weights_of_layer.keys())
+        choice = choose_for_engine(AgentSettings().step_split, self._recorded_counts.device.type)
+        self._splits = start_splits(metadata, layer_ids, group, choice)
+        for layer in layers:
+            layer.splits_by_step = choice.whole and bool(self._splits)
         token_group = 0 if self._options.shares_tokens else None
         self._start(layers, group, token_group, shared_values=shared_values, computes=computes)
 
@@ -167,6 +176,13 @@ class SglangHost(EngineHost):
     def _follow(self, layer: int) -> None:
         installed = self.agent.installed
         self._tables.follow(layer, installed.placement.phy2log_LRS[layer], installed.log2phy_LE[layer])
+        if self._splits:
+            self._splits[layer].install(installed.placement.phy2log_LRS[layer])
+
+    def _write_back(self) -> None:
+        for split in self._splits:
+            split.write_again()
+        super()._write_back()
 
     @contextmanager
     def drained(self, reason: str) -> Iterator[None]:

@@ -10,7 +10,9 @@ from typing import Any
 from worker_agent.adapters.compat import Patches, read_known, refuse, refuse_split_models, release_of, require
 from worker_agent.adapters.engine_host import log, make_hook, warn_of_ignored_settings, wrap_execute_model
 from worker_agent.adapters.vllm.host import VllmHost
+from worker_agent.adapters.vllm.step_split import patch_router
 from worker_agent.settings import AgentSettings
+from worker_agent.step_split import is_requested
 
 KNOWN = read_known("worker_agent.adapters.vllm")
 """Functions that the adapter patches or relies on, by release.
@@ -67,10 +69,13 @@ def install() -> None:
 
     Raises ``UnsupportedEngineError`` if ``check_release`` does, before anything is patched.
     """
-    if differences := check_release(AgentSettings().allow_unverified_engine):
+    settings = AgentSettings()
+    if differences := check_release(settings.allow_unverified_engine):
         log.warning("%s", differences)
     _replace_balancer()
     _watch_loading()
+    if is_requested(settings.step_split):
+        patch_router()  # before the next patch, so that passes are counted around the split
     _count_passes()
     _hook_worker()
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,11 @@ from worker_agent.adapters.batch import share_of_rank, step_of
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings, entry_periods, log
 from worker_agent.adapters.unmoved import SharedValues, refuse_unmoved
+from worker_agent.adapters.vllm.dispatch import TokenGroup, dispatch_of, token_group
 from worker_agent.adapters.vllm.experts import local_experts
+from worker_agent.adapters.vllm.step_split import RouterSplit, choose_for_model, start_splits
 from worker_agent.device import on_host
+from worker_agent.settings import AgentSettings
 
 _NO_EXPERTS = frozenset(
     {
@@ -31,6 +33,9 @@ _NO_EXPERTS = frozenset(
 physical experts."""
 
 
+_NO_EXCHANGE = (
+    "the service cannot derive the loads of ranks that see different tokens; use EPLB_AGENT_MODE=policy"
+)
 _MAX_ENTRIES = 16
 """Maximum number of table entries per expert on ranks that share tokens. Additional replicas receive no tokens."""
 _PROBED_ROWS = 64
@@ -75,7 +80,16 @@ class VllmHost(EngineHost):
         self._warms_up = False
         self._initial = _initial_placement(model_state, self._ranks)
         layers, experts = model_state.logical_replica_count.shape
-        self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
+        self._split_choice = choose_for_model(
+            model_state, parallel_config, group, AgentSettings().step_split, no_exchange=_NO_EXCHANGE
+        )
+        self._splits: list[RouterSplit] = []
+        # If replicas are chosen by the step's own counts, loads do not follow from the tables, so they are recorded.
+        self._by_slot = self._split_choice.is_on
+        slots = model_state.physical_to_logical_map.shape[1] // self._ranks
+        widths = {"slots": slots} if self._by_slot else {"experts": experts}
+        self._heat = HeatRings(layers, model_state.expert_load_pass.device, **widths)
+        self._local_slots = slice(self._rank * slots, (self._rank + 1) * slots)
         self._dispatch_confirmed = False
         self._saved_tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._entries = 1 if self._tokens.number is None else self._max_replicas()
@@ -92,6 +106,9 @@ class VllmHost(EngineHost):
         agent_layers = self._write_initial_tables()
         if self._entries > 1:
             self._check_choices(group.cpu_group)
+        self._splits = start_splits(model, group, self._split_choice)
+        for agent_layer in agent_layers:
+            agent_layer.splits_by_step = self._split_choice.whole and bool(self._splits)
         computes = [local_experts(owner, slots, model.expert_load_pass.device) for owner in owners]
         count = self._initial.layers
         for index in {0, count - 1}:
@@ -153,7 +170,7 @@ class VllmHost(EngineHost):
             ]
         return True
 
-    def _token_group(self) -> _TokenGroup:
+    def _token_group(self) -> TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def set_warming_up(self, warms_up: bool) -> None:
@@ -256,10 +273,12 @@ class VllmHost(EngineHost):
             self.confirm_dispatch()
             self._dispatch_confirmed = True
         model = self._model
-        counts = self._rank == self._tokens.first and (self._counts_gathered or not is_dummy)
-        counts = counts and not self._warms_up
-        chosen_LP = model.expert_load_pass if counts else None
-        self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
+        counts = (self._counts_gathered or not is_dummy) and not self._warms_up
+        if self._by_slot:
+            self._heat.record(model.expert_load_pass[:, self._local_slots] if counts else None)
+        else:
+            chosen_LP = model.expert_load_pass if counts and self._rank == self._tokens.first else None
+            self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
         self.agent.step(*step_of(self._batch, self._share, is_dummy=is_dummy or self._warms_up))
 
     def _follow(self, layer: int) -> None:
@@ -269,6 +288,8 @@ class VllmHost(EngineHost):
         if self._entries > 1:
             table_LED = with_entries(self.agent.installed.log2phy_LE[layer][None], 2)
             self._write_counts(table_LED, slice(layer, layer + 1))
+        if self._splits:
+            self._splits[layer].install(self.agent.installed.placement.phy2log_LRS[layer])
 
     def restore(self) -> None:
         """Move every expert back to the slot that vLLM loads it into, until ``resume`` is called (collective)."""
@@ -291,6 +312,8 @@ class VllmHost(EngineHost):
             table.copy_(values)
         self._saved_tables = []
         self._write_counts(with_entries(self.agent.installed.log2phy_LE, 2))
+        for split in self._splits:
+            split.write_again()
         super()._write_back()
 
 
@@ -299,109 +322,3 @@ def _initial_placement(model_state: Any, ranks: int) -> Placement:
     layers, experts = model_state.logical_replica_count.shape
     phy2log_LRS = model_state.physical_to_logical_map.cpu().numpy().reshape(layers, ranks, -1)
     return Placement(phy2log_LRS.astype(np.int32), experts)
-
-
-@dataclass(frozen=True)
-class _TokenGroup:
-    """The ranks of the EP group that run their experts on the same tokens as this rank.
-
-    Parameters
-    ----------
-    number
-        ID of the group, the same on all of its ranks; ``None`` if no other rank has this rank's tokens.
-    first
-        Lowest EP rank of the group, which counts the tokens.
-    """
-
-    number: int | None
-    first: int
-
-
-class _Dispatch(NamedTuple):
-    """Dispatch method of an MoE layer.
-
-    Parameters
-    ----------
-    naive
-        True if the tokens of all ranks are gathered before the router runs.
-    sequence_parallel
-        True if each tensor-parallel rank has its own tokens.
-    monolithic
-        True if the kernel itself routes.
-    """
-
-    naive: bool
-    sequence_parallel: bool
-    monolithic: bool
-
-
-def dispatch_of(layer: Any) -> _Dispatch:
-    """Determine an MoE layer's dispatch method from its runner or, in 0.23, from a ``FusedMoE`` and its attributes."""
-    runner = getattr(layer, "runner", layer)
-    if not hasattr(runner, "do_naive_dispatch_combine"):
-        raise UnsupportedEngineError(
-            f"MoE layers of the class {type(layer).__name__} (for example from --moe-backend deep_gemm_mega_moe)",
-            "They dispatch inside one kernel, whose experts and tables the agent does not know",
-            "Choose another MoE backend",
-        )
-    method = layer.quant_method if runner is not layer else layer
-    return _Dispatch(
-        naive=bool(runner.do_naive_dispatch_combine),
-        sequence_parallel=bool(layer.moe_config.is_sequence_parallel),
-        monolithic=bool(method.is_monolithic),
-    )
-
-
-def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: int) -> _TokenGroup:
-    """Derive this rank's token group from the dispatch methods of vLLM's layers.
-
-    Tokens are replicated across the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
-    parallel. The naive dispatcher gathers the tokens of all ranks before the router runs. Every rank then routes all
-    tokens and needs the same table.
-
-    Parameters
-    ----------
-    layers
-        vLLM's MoE layers.
-    parallel_config
-        vLLM's ``ParallelConfig``.
-    rank
-        This rank's index in the EP group.
-    ranks
-        Size of the EP group.
-
-    Raises
-    ------
-    UnsupportedEngineError
-        If prefill context parallelism is on, a kernel routes tokens itself, or layers dispatch differently.
-    """
-    dispatches = [dispatch_of(layer) for layer in layers]
-    refuse(
-        [
-            (
-                any(dispatch.monolithic for dispatch in dispatches),
-                "an MoE layer with a monolithic kernel",
-                "The kernel routes tokens itself, without the tables",
-                "Choose another MoE backend",
-            ),
-            (
-                getattr(parallel_config, "prefill_context_parallel_size", 1) > 1,
-                "prefill context parallelism with EPLB",
-                "The ranks that share tokens then change within a step",
-                "Start without --prefill-context-parallel-size",
-            ),
-            (
-                len(set(dispatches)) > 1,
-                "MoE layers that dispatch differently in one model",
-                "Ranks would share tokens in some layers only",
-                "Use one MoE backend for all layers",
-            ),
-        ]
-    )
-    if dispatches[0].naive:
-        return _TokenGroup(0, 0)
-    tensor_parallel = ranks // parallel_config.data_parallel_size
-    if dispatches[0].sequence_parallel or tensor_parallel == 1:
-        return _TokenGroup(None, rank)
-    first = rank - rank % tensor_parallel
-    return _TokenGroup(first, first)

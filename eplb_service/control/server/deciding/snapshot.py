@@ -105,7 +105,10 @@ class Snapshot:
             return None
         moving = deployment.switch_log.costs()
         topology = group.topology
-        settings = fitted_to_host(settings, group.shape.width, entry_by_row=group.shape.entry_by_row)
+        shape = group.shape
+        settings = fitted_to_host(
+            settings, shape.width, entry_by_row=shape.entry_by_row, splits_by_step=shape.splits_by_step
+        )
         if prior is not None:
             return cls(prior[0], live, None, topology, settings, DecisionSession(), moving)
         return cls(

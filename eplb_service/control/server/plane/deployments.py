@@ -10,7 +10,6 @@ from dataclasses import replace
 import structlog
 
 from eplb_core.heat.assembler import memory_bytes
-from eplb_core.planner.settings import DEAL, TABLES
 from eplb_core.wire.agent import Hello, Shape
 from eplb_core.wire.fields import check_deployment
 from eplb_service.control.core.deployment import Deployment
@@ -48,7 +47,7 @@ def limits_of(settings: ServiceSettings) -> Limits:
         cpu_share=settings.cpu_share,
         report_steps=steps,
         heat_phase=settings.heat_phase,
-        routed_by_tables=settings.planner().split in (TABLES, DEAL),
+        split=settings.planner().split,
     )
 
 

@@ -1,0 +1,253 @@
+"""The split per step inside an engine: each pass divides the tokens of an expert over its replicas by its own counts.
+
+All ranks must compute the same split. They do if they see the same choices of a pass, or if they exchange their counts
+in every layer. The counts of an earlier pass are never used, because they give a worse balance than fixed shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from eplb_core.placement import Int32
+from worker_agent.stepwise import Gatherer, StepwiseSplit
+
+StepSplitSetting: TypeAlias = "str | int"
+"""``auto``, ``on``, ``off``, or the number of tokens from which a pass is split."""
+
+_PROBED_ROWS = 64
+_PROBED_CHOICES = 2
+
+
+def is_requested(setting: StepSplitSetting) -> bool:
+    """Return True if the setting may turn the split on. Otherwise, adapters do not touch the engine's routing.
+
+    ``auto`` does not: the fitted costs of known devices say that the split does not pay (``docs/step_split.md``).
+
+    Examples
+    --------
+    >>> [is_requested(setting) for setting in ("auto", "on", "off", 4096)]
+    [False, True, False, True]
+    """
+    return setting not in ("auto", "off")
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """Whether an engine splits its passes by step.
+
+    Parameters
+    ----------
+    least_tokens
+        Smallest number of tokens of a pass that is split; ``None`` if none is.
+    exchanges
+        True if the ranks exchange their counts, because they see different tokens.
+    reason
+        Reason for the log.
+    """
+
+    least_tokens: int | None
+    exchanges: bool
+    reason: str
+
+    @property
+    def is_on(self) -> bool:
+        """True if some passes are split."""
+        return self.least_tokens is not None
+
+    @property
+    def whole(self) -> bool:
+        """True if all passes are split, so that the planner may place experts for this split."""
+        return self.least_tokens == 1
+
+    def __str__(self) -> str:
+        if self.least_tokens is None:
+            return f"step split: off; {self.reason}"
+        passes = "all passes" if self.whole else f"passes of at least {self.least_tokens} tokens"
+        return f"step split: on for {passes}; {self.reason}"
+
+
+def choose_split(
+    setting: StepSplitSetting,
+    *,
+    sees_all: bool,
+    device_type: str,
+    obstacle: str | None = None,
+    no_exchange: str | None = None,
+) -> SplitChoice:
+    """Decide if an engine splits its passes by step. The result is the same on all ranks if the arguments are.
+
+    Parameters
+    ----------
+    setting
+        The setting ``step_split``.
+    sees_all
+        True if all ranks see the choices of all tokens of a pass.
+    device_type
+        Type of the model's device.
+    obstacle
+        Reason why this engine cannot split by step at all.
+    no_exchange
+        Reason why its ranks cannot exchange counts; ``None`` if they can.
+
+    Examples
+    --------
+    >>> print(choose_split(512, sees_all=True, device_type="cuda"))
+    step split: on for passes of at least 512 tokens; EPLB_AGENT_STEP_SPLIT=512
+    >>> print(choose_split("on", sees_all=False, device_type="npu"))
+    step split: off; it needs float64 products, which NPUs do not support
+    """
+    if setting == "off":
+        return _off("EPLB_AGENT_STEP_SPLIT=off")
+    if not is_requested(setting):
+        return _off(
+            "auto: the fitted costs say that it does not pay. It takes about 180 us per layer and pass on an H100, and "
+            "an H200 saves 3 us at 4,096 tokens and 56 us at 16,384. If a layer's experts take milliseconds, set "
+            "EPLB_AGENT_STEP_SPLIT to on or to the number of tokens from which it pays"
+        )
+    if device_type == "npu":
+        return _off("it needs float64 products, which NPUs do not support")
+    if obstacle is not None:
+        return _off(obstacle)
+    stated = f"EPLB_AGENT_STEP_SPLIT={setting}"
+    if sees_all:
+        return SplitChoice(1 if setting == "on" else int(setting), False, stated)
+    if no_exchange is not None:
+        return _off(no_exchange)
+    if setting != "on":
+        return _off("the ranks see different numbers of tokens, so only EPLB_AGENT_STEP_SPLIT=on is possible")
+    return SplitChoice(1, True, f"{stated}; ranks exchange their counts in every layer")
+
+
+def _off(reason: str) -> SplitChoice:
+    return SplitChoice(None, False, reason)
+
+
+class StepSplit:
+    """Split per step of one layer, under the most recently installed placement.
+
+    Parameters
+    ----------
+    phy2log_RS
+        Initial placement, integers ``[R, S]``. An expert may be in several slots of a rank.
+    experts
+        E, the number of logical experts.
+    device
+        Device of the model.
+    least_tokens
+        Smallest number of tokens of a pass that is split.
+    group
+        Ranks that have different tokens; ``None`` if all ranks see the same choices.
+
+    Examples
+    --------
+    Expert 0 has slots on both ranks. Rank 0 also holds expert 1, and rank 1 holds expert 2. Of five tokens for expert
+    0, four for expert 1 and one for expert 2, each rank gets five. The last row is padding:
+
+    >>> split = StepSplit(np.array([[0, 1], [0, 2]]), experts=3, device="cpu")
+    >>> ids_TK = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 0])[:, None]
+    >>> physical_TK, counted_TK = split.physical(ids_TK, torch.tensor(10))
+    >>> physical_TK.flatten().tolist()
+    [0, 2, 2, 2, 2, 1, 1, 1, 1, 3, 0]
+    >>> int(counted_TK.sum())
+    10
+    """
+
+    def __init__(
+        self,
+        phy2log_RS: npt.NDArray[np.integer],
+        experts: int,
+        device: torch.device | str,
+        *,
+        least_tokens: int = 1,
+        group: Gatherer | None = None,
+    ) -> None:
+        self._experts = experts
+        self._least_tokens = least_tokens
+        self._group = group
+        placed_RS = phy2log_RS.astype(np.int32)
+        self._split = StepwiseSplit(placed_RS, experts, device)
+        self._first_E = torch.from_numpy(_first_slots(placed_RS, experts)).to(device)
+        self._installed_RS = placed_RS
+
+    def applies(self, tokens: int) -> bool:
+        """Return True if a pass of this many tokens, padding included, is split. The host knows this number."""
+        return self._group is not None or tokens >= max(self._least_tokens, 1)
+
+    def install(self, phy2log_RS: npt.NDArray[np.integer]) -> None:
+        """Switch to a new placement, in place, unless it is the current one. Call this between two passes.
+
+        Parameters
+        ----------
+        phy2log_RS
+            Integers ``[R, S]`` or ``[R*S]``, of the same size as the initial placement.
+        """
+        placed_RS = phy2log_RS.astype(np.int32).reshape(self._installed_RS.shape)
+        if not np.array_equal(placed_RS, self._installed_RS):
+            self._installed_RS = placed_RS
+            self.write_again()
+
+    def write_again(self) -> None:
+        """Write all tensors in place, because a sleeping engine may have discarded device memory."""
+        self._split.install(self._installed_RS)
+        self._first_E.copy_(torch.from_numpy(_first_slots(self._installed_RS, self._experts)))
+
+    def physical(
+        self, ids_TK: torch.Tensor, real_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Assign each choice to a physical expert. Host code reads no result, so that a graph can capture this.
+
+        Parameters
+        ----------
+        ids_TK
+            Logical experts. Ids outside ``0..E-1`` mark choices of no expert.
+        real_rows
+            Number of rows that are not padding, a scalar on the device; ``None`` if all rows are real. It must be equal
+            on ranks that see the same choices.
+
+        Returns
+        -------
+        physical_TK : torch.Tensor
+            Physical experts, int32 ``[T, K]``. Padding goes to the first replica of its expert, and a choice of no
+            expert is -1.
+        counted_TK : torch.Tensor
+            Bool ``[T, K]``, True for choices of real rows, which are the only ones that the split counts.
+        """
+        ids_TK = ids_TK.to(torch.int32)
+        is_expert_TK = (ids_TK >= 0) & (ids_TK < self._experts)
+        counted_TK = is_expert_TK
+        if real_rows is not None:
+            row_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device).unsqueeze(1)
+            counted_TK = is_expert_TK & (row_T1 < real_rows)
+        slot_TK = self._split.split(torch.where(counted_TK, ids_TK, -1), self._group)
+        first_TK = self._first_E[torch.where(is_expert_TK, ids_TK, 0).long()]
+        physical_TK = torch.where(counted_TK, slot_TK, first_TK)
+        return torch.where(is_expert_TK, physical_TK, -1), counted_TK
+
+
+def _first_slots(phy2log_RS: Int32, experts: int) -> Int32:
+    """Return the lowest physical expert of each logical expert, int32 ``[E]``."""
+    first_E = np.zeros(experts, dtype=np.int32)
+    flat_P = phy2log_RS.reshape(-1)
+    first_E[flat_P[::-1]] = np.arange(flat_P.size, dtype=np.int32)[::-1]
+    return first_E
+
+
+def ranks_agree(split: StepSplit, experts: int, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Return True if all ranks of a CPU group split the same choices in the same way (collective over ``group``).
+
+    Call this only if all ranks see the same choices.
+    """
+    rows_TK = torch.arange(_PROBED_ROWS).unsqueeze(1) * 7 + torch.arange(_PROBED_CHOICES)
+    # Every expert is chosen, and the first ones more often.
+    skewed_TK = (rows_TK * rows_TK) % experts
+    ids_TK = torch.cat([rows_TK % experts, skewed_TK]).to(torch.int32).to(device)
+    own = split.physical(ids_TK)[0].cpu().tolist()
+    gathered: list[list[list[int]] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return all(other == own for other in gathered)
