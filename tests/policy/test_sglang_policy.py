@@ -39,7 +39,8 @@ def sglang(monkeypatch):
             cls._patched.add(target)
 
     moe = SimpleNamespace(elastic_ep_backend=None, ep_dispatch_algorithm="dynamic")
-    metadata = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(OLD))
+    old_LP = torch.tensor(OLD)
+    metadata = SimpleNamespace(physical_to_logical_map=old_LP, physical_to_logical_map_cpu=old_LP)
     fakes = SimpleNamespace(registered=registered, registry=HookRegistry, moe=moe, metadata=metadata)
     parallel = SimpleNamespace(tp_group=SimpleNamespace(cpu_group=dist.group.WORLD))
     algorithms = SimpleNamespace(rebalance_experts=sglangs_algorithm)

@@ -1,5 +1,6 @@
 """Tests of policy mode in vLLM, with stand-ins for the functions that it wraps."""
 
+import json
 import threading
 from types import SimpleNamespace
 
@@ -38,10 +39,11 @@ class EplbState:
         self.parallel_config = SimpleNamespace(**parallel)
         self.model_states = {}
         self.expert_load_window_step = 0
+        self.expert_rearrangement_step = 0
         self.expert_rearrangement_step_interval = WINDOW
         self.returned = None
 
-    def add_model(self, model, _config=None):
+    def add_model(self, model, model_config):
         physical = torch.arange(RANKS * SLOTS) % EXPERTS
         self.model_states["model"] = SimpleNamespace(
             model=model,
@@ -69,7 +71,8 @@ POLICIES = {}
 def state(monkeypatch):
     """Return a function that makes the stand-in's state in one process, with policy mode installed."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = SimpleNamespace(cpu_group=dist.group.WORLD, device_group=dist.group.WORLD)
+    world = dist.group.WORLD
+    group = SimpleNamespace(cpu_group=world, device_group=world, rank_in_group=0, world_size=1)
     POLICIES.update(default=DefaultPolicy)
     patched = type("EplbState", (EplbState,), {})
     modules(
@@ -86,14 +89,21 @@ def state(monkeypatch):
             },
         },
     )
-    for name, value in (("agreement", None), ("fallback", None), ("_windows", []), ("_leave_to_vllm", False)):
+    for name, value in (
+        ("agreement", None),
+        ("fallback", None),
+        ("_windows", []),
+        ("_leave_to_vllm", False),
+        ("_starts", []),
+    ):
         monkeypatch.setattr(PlannerPolicy, name, value)
     monkeypatch.setenv("EPLB_AGENT_WINDOW_PARTS", "4")
 
     def make(**parallel):
         policy.install()
         made = patched(**parallel)
-        made.add_model(SimpleNamespace(num_logical_experts=EXPERTS))
+        config = SimpleNamespace(runner_type="generate", compute_hash=lambda: "model")
+        made.add_model(SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[]), config)
         if PlannerPolicy.agreement is not None:
             assert PlannerPolicy.agreement.wait_until_warm(120)
         return made
@@ -230,6 +240,7 @@ def test_the_plugin_installs_policy_mode(monkeypatch):
     installed = []
     monkeypatch.setenv("EPLB_AGENT_MODE", "policy")
     monkeypatch.setattr(plugins, "_installed", set())
+    monkeypatch.setattr(plugins, "_log_to", lambda engine: None)
     monkeypatch.setattr(plugins.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(policy, "install", lambda: installed.append("vllm"))
     plugins.register_vllm()
@@ -255,3 +266,36 @@ def test_the_policy_may_be_called_on_another_thread(state):
     made.policy = OnAnotherThread
     made.rearrange()
     assert returned[0].tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["start.json", "start.npz"])
+def test_the_engine_starts_from_a_recorded_placement(state, monkeypatch, tmp_path, name):
+    start_LP = np.array([[3, 2, 1, 0, 1, 2]] * LAYERS)
+    path = tmp_path / name
+    if name.endswith("json"):
+        path.write_text(json.dumps({"physical_to_logical_map": start_LP.tolist()}))
+    else:
+        np.savez(path, phy2log=start_LP.reshape(LAYERS, 1, -1))
+    monkeypatch.setenv("EPLB_AGENT_INITIAL_PLACEMENT", str(path))
+    made = state()
+    assert made.expert_rearrangement_step == WINDOW - 1
+    made.rearrange(is_profile=True)
+    assert (made.returned == -7).all()
+    made.rearrange()
+    assert made.returned.tolist() == start_LP.tolist()
+    fill(made)
+    made.rearrange()
+    assert made.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot be read"), ("{}", "is not a placement"), ('{"physical_to_logical_map": [[0]]}', "slots")],
+)
+def test_a_file_that_is_not_a_placement_stops_the_engine(state, monkeypatch, tmp_path, text, message):
+    path = tmp_path / "start.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("EPLB_AGENT_INITIAL_PLACEMENT", str(path))
+    with pytest.raises(ValueError, match=rf"start\.json.*{message}"):
+        state()

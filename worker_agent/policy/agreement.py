@@ -52,17 +52,25 @@ class Agreement:
         The engine's split of an expert's tokens over its replicas.
     remote
         Decision of a service, used on the first rank; ``None`` to decide locally.
+
+    Attributes
+    ----------
+    is_first
+        True on the first rank of the group.
+    ranks
+        R, number of ranks of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, split: str, remote: RemoteDecision | None = None) -> None:
         self._group = group
         self._first = dist.get_global_rank(group, 0)
-        self._is_first = dist.get_rank(group) == 0
+        self.is_first = dist.get_rank(group) == 0
+        self.ranks = dist.get_world_size(group)
         self._split = split
         self._remote = remote
         self._warm = threading.Event()
         self._warming: threading.Thread | None = None
-        if self._is_first:
+        if self.is_first:
             self._warming = threading.Thread(target=self._warm_up, name="eplb-policy-warm-up", daemon=True)
             self._warming.start()
 
@@ -116,7 +124,7 @@ class Agreement:
         ndarray or None
             int64 ``[L, P]``; ``None`` on all ranks if the engine's own policy must decide.
         """
-        decided = self._decide(heat_NLE, old_LP, ranks, nodes, timed) if self._is_first else None
+        decided = self._decide(heat_NLE, old_LP, ranks, nodes, timed) if self.is_first else None
         return self.share(decided, old_LP.shape)
 
     def share(self, decided: Int64 | None, shape: tuple[int, ...]) -> Int64 | None:

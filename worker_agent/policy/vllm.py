@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from eplb_core.planner.settings import EVEN, STEP
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import step_split
 from worker_agent.policy.agreement import Agreement
+from worker_agent.policy.initial_placement import InitialPlacementError, read_initial_placement
 from worker_agent.policy.parts import parts_of_window, without_copies
 from worker_agent.policy.service import service_decision
 from worker_agent.settings import AgentSettings
@@ -130,12 +132,19 @@ def install() -> None:
         self: Any, model: Any, model_config: Any, *arguments: Any, **keywords: Any
     ) -> None:
         add_model(self, model, model_config, *arguments, **keywords)
-        if getattr(model_config, "runner_type", None) != "draft":
-            splits.start(self.model_states[model_config.compute_hash()], self.parallel_config)
+        is_draft = getattr(model_config, "runner_type", None) == "draft"
+        model_state = self.model_states[model_config.compute_hash()]
+        if not is_draft:
+            splits.start(model_state, self.parallel_config)
         if PlannerPolicy.agreement is None:
             PlannerPolicy.agreement = _join(self, STEP if splits.whole else EVEN)
             if PlannerPolicy.agreement is not None:
                 PlannerPolicy.agreement.wait_until_warm()
+        if PlannerPolicy.agreement is not None and settings.initial_placement is not None and not is_draft:
+            start_LP = _initial_placement(settings.initial_placement, model_state, PlannerPolicy.agreement)
+            PlannerPolicy._starts = [*PlannerPolicy._starts, start_LP]
+            # vLLM then rearranges after the first step.
+            self.expert_rearrangement_step = max(0, self.expert_rearrangement_step_interval - 1)
 
     @wraps(rearrange)
     def rearrange_by_parts(
@@ -231,6 +240,32 @@ def _join(state: Any, split: str) -> Agreement | None:
         _log.warning("elastic expert parallelism is enabled, so vLLM's own policy decides")
         return None
     return Agreement(get_eplb_group().cpu_group, split, service_decision(AgentSettings(), split))
+
+
+def _initial_placement(
+    path: Path, model_state: Any, agreement: Agreement
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the placement that the first rank reads, on all ranks, int64 ``[L, P]`` (collective over the EP group).
+
+    Raises ``InitialPlacementError`` on the first rank if the file does not hold a placement of this model. The engine
+    then stops.
+    """
+    layers, physical = model_state.physical_to_logical_map.shape
+    ranks = agreement.ranks
+    experts = model_state.model.num_logical_experts
+    if not agreement.is_first:
+        shared_LP = agreement.share(None, (layers, physical))
+        if shared_LP is None:
+            raise InitialPlacementError(f"{path}: the first rank could not read it")
+        return shared_LP
+    try:
+        start_LP = read_initial_placement(path, layers, ranks, physical // ranks, experts)
+    except InitialPlacementError:
+        agreement.share(None, (layers, physical))
+        raise
+    agreement.share(start_LP, (layers, physical))
+    _log.info("the engine starts from the placement in %s", path)
+    return start_LP
 
 
 def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,7 +15,14 @@ import torch
 from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 from worker_agent.adapters.engine_host import log
 from worker_agent.adapters.vllm.dispatch import dispatch_of, token_group
-from worker_agent.step_split import SplitChoice, StepSplit, StepSplitSetting, choose_split, ranks_agree
+from worker_agent.step_split import (
+    SplitChoice,
+    StepSplit,
+    StepSplitSetting,
+    choose_split,
+    is_requested,
+    ranks_agree,
+)
 
 _NEW_MAP = "new_physical_to_logical_map"
 
@@ -148,6 +155,8 @@ def choose_for_model(
         Reason why ranks with different tokens must not exchange their counts.
     """
     device_type = model_state.physical_to_logical_map.device.type
+    if not is_requested(setting):
+        return choose_split(setting, sees_all=False, device_type=device_type)
     layers = model_state.model.moe_layers
     obstacle = None
     sees_all = False
