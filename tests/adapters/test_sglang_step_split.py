@@ -147,7 +147,9 @@ def policy_run(dispatch):
     rank = dist.get_rank()
     os.environ["EPLB_AGENT_STEP_SPLIT"] = "on"
     splits = []
-    policy.Agreement = lambda group, split: splits.append(split)
+    policy.Agreement = lambda group, split, remote: (
+        splits.append(split) or SimpleNamespace(wait_until_warm=int)
+    )
     with pytest.MonkeyPatch.context() as patch:
         metadata = put_sglang(patch, rank, dispatch)
         step_split.register_hooks("on")

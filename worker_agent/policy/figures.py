@@ -15,7 +15,21 @@ Int64 = npt.NDArray[np.int64]
 def log_decision(
     heat_NLE: npt.NDArray[np.generic], old_LP: Int64, new_LP: Int64, ranks: int, seconds: float
 ) -> None:
-    """Log the PAR before and after a decision, if tokens are split evenly, and the number of experts to fetch."""
+    """Log the PAR before and after a decision, if tokens are split evenly, and the number of experts to fetch.
+
+    Parameters
+    ----------
+    heat_NLE
+        ``[N, L, E]``, tokens per part of the window.
+    old_LP
+        int64 ``[L, P]``, placement before the decision.
+    new_LP
+        int64 ``[L, P]``, placement after it.
+    ranks
+        R, number of ranks.
+    seconds
+        Time that the decision took.
+    """
     fetched_L = fetched_experts(old_LP, new_LP, ranks)
     _log.info(
         "policy: PAR %.3f -> %.3f on the window; %d of %d layers change, %d experts to fetch; decided in %.0f ms",

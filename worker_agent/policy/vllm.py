@@ -63,9 +63,29 @@ class PlannerPolicy:
         num_ranks: int,
         old_global_expert_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the new placement, int64 ``[layers, num_replicas]`` on the CPU, equal on all ranks.
+        """Return the new placement, equal on all ranks.
 
         The conditions below are the same on all ranks, because vLLM passes the same arguments to all of them.
+
+        Parameters
+        ----------
+        weight
+            ``[L, E]``, tokens of the window, summed over all ranks.
+        num_replicas
+            P, number of physical slots.
+        num_groups
+            Number of expert groups; only vLLM's own policy uses it.
+        num_nodes
+            Number of nodes.
+        num_ranks
+            R, number of ranks.
+        old_global_expert_indices
+            int64 ``[L, P]``, current placement.
+
+        Returns
+        -------
+        torch.Tensor
+            int64 ``[L, P]`` on the CPU.
         """
         old = old_global_expert_indices
         ours = cls.agreement is not None and old is not None and not cls._leave_to_vllm
