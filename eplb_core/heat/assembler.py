@@ -149,7 +149,7 @@ class _Step:
     spoilt
         True if the reports differ in their epochs or in how they count tokens.
     busy_R
-        bool ``[R]``, True for each rank on which the step was not a dummy.
+        bool ``[R]``, True for each rank that did not run the step as a dummy.
     prefills
         True if any rank had requests in prefill.
     micros
@@ -444,7 +444,7 @@ class HeatAssembler:
     window_steps
         Number of steps in the window.
     pending_steps
-        Maximum number of steps by which the fastest rank may be ahead of the slowest. It is also the maximum number of
+        Maximum lead of the fastest rank over the slowest, in steps. It is also the maximum number of
         steps in a report.
     token_groups_R
         int32 ``[R]``, token group of each rank. Ranks of a group see the same tokens. By default, each rank is its own

@@ -70,8 +70,8 @@ def test_any_placement_that_serves_all_experts_is_a_starting_point(data):
     slots = data.draw(st.integers(1, 4), label="slots")
     experts = data.draw(st.integers(slots, ranks * slots), label="experts")
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
-    others = draw.integers(0, experts, ranks * slots - experts)
-    old_LP = draw.permutation(np.concatenate([np.arange(experts), others]))[None]
+    spare = draw.integers(0, experts, ranks * slots - experts)
+    old_LP = draw.permutation(np.concatenate([np.arange(experts), spare]))[None]
     heat_NLE = draw.poisson(draw.pareto(1.0, experts) * 100, size=(8, 1, experts))
     split = data.draw(st.sampled_from(["even", "tables", "step"]), label="split")
     new_LP = decide(heat_NLE, old_LP, ranks, split=split)

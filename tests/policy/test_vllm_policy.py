@@ -101,12 +101,12 @@ def state(monkeypatch):
 
     def make(**parallel):
         policy.install()
-        made = patched(**parallel)
+        engine = patched(**parallel)
         config = SimpleNamespace(runner_type="generate", compute_hash=lambda: "model")
-        made.add_model(SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[]), config)
+        engine.add_model(SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[]), config)
         if PlannerPolicy.agreement is not None:
             assert PlannerPolicy.agreement.wait_until_warm(120)
-        return made
+        return engine
 
     yield make
     dist.destroy_process_group()
@@ -126,8 +126,8 @@ def fill(state, seed=0):
 
 
 def test_the_planner_decides_on_the_window_in_parts(state, monkeypatch):
-    made = state()
-    heat_TLE = fill(made)
+    engine = state()
+    heat_TLE = fill(engine)
     passed = []
     placement = PlannerPolicy.agreement.placement
 
@@ -136,28 +136,28 @@ def test_the_planner_decides_on_the_window_in_parts(state, monkeypatch):
         return placement(heat_NLE, old_LP, ranks, **keywords)
 
     monkeypatch.setattr(PlannerPolicy.agreement, "placement", noting)
-    made.rearrange()
+    engine.rearrange()
     ((heat_NLE, keywords),) = passed
     assert heat_NLE.tolist() == heat_TLE.reshape(4, 2, LAYERS, EXPERTS).sum(axis=1).tolist()
     assert keywords == {"nodes": 1, "timed": True}
-    assert made.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
-    assert made.returned.dtype == torch.int64
+    assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+    assert engine.returned.dtype == torch.int64
 
 
 def test_rows_counted_before_the_last_rearrangement_are_left_out(state, monkeypatch):
-    made = state()
-    heat_TLE = fill(made)
-    made.expert_rearrangement_step_interval = WINDOW // 2
-    ((total_LE, parts_NLE),) = policy._windows_of(made, 4)
+    engine = state()
+    heat_TLE = fill(engine)
+    engine.expert_rearrangement_step_interval = WINDOW // 2
+    ((total_LE, parts_NLE),) = policy._windows_of(engine, 4)
     assert total_LE.tolist() == heat_TLE.sum(axis=0).tolist()
     assert parts_NLE.tolist() == heat_TLE[WINDOW // 2 :].tolist()
 
 
 def test_a_window_that_is_not_vllms_is_not_used(state, monkeypatch):
     """The planner then decides by the sum that vLLM passes."""
-    made = state()
-    fill(made)
-    made.rearrange()
+    engine = state()
+    fill(engine)
+    engine.rearrange()
     PlannerPolicy._windows = [(total_LE + 1, parts_NLE) for total_LE, parts_NLE in PlannerPolicy._windows]
     passed = []
     monkeypatch.setattr(
@@ -166,7 +166,7 @@ def test_a_window_that_is_not_vllms_is_not_used(state, monkeypatch):
         lambda *arguments, **keywords: passed.append((arguments, keywords)),
     )
     weight_LE = torch.tensor([[1, 2, 3, 4]] * LAYERS)
-    old_LP = made.model_states["model"].physical_to_logical_map
+    old_LP = engine.model_states["model"].physical_to_logical_map
     new_LP = PlannerPolicy.rebalance_experts(weight_LE, RANKS * SLOTS, 1, 1, RANKS, old_LP)
     ((arguments, keywords),) = passed
     assert arguments[0].tolist() == [weight_LE.tolist()]
@@ -175,39 +175,39 @@ def test_a_window_that_is_not_vllms_is_not_used(state, monkeypatch):
 
 
 def test_a_window_without_tokens_changes_nothing(state):
-    made = state()
-    made.rearrange()
-    assert made.returned.tolist() == made.model_states["model"].physical_to_logical_map.tolist()
+    engine = state()
+    engine.rearrange()
+    assert engine.returned.tolist() == engine.model_states["model"].physical_to_logical_map.tolist()
 
 
 @pytest.mark.parametrize(
     "arguments", [{"is_profile": True}, {"rank_mapping": {0: 0}}, {"use_last_expert_load": True}]
 )
 def test_vllm_decides_for_profiles_and_elastic_scaling(state, arguments):
-    made = state()
-    fill(made)
-    made.rearrange(**arguments)
+    engine = state()
+    fill(engine)
+    engine.rearrange(**arguments)
     expected = -7 if "use_last_expert_load" not in arguments else None
     if expected is None:  # the loads are those of an earlier placement, and here they are all zero
-        assert made.returned.tolist() == made.model_states["model"].physical_to_logical_map.tolist()
+        assert engine.returned.tolist() == engine.model_states["model"].physical_to_logical_map.tolist()
     else:
-        assert (made.returned == expected).all()
-    made.rearrange()
-    assert made.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+        assert (engine.returned == expected).all()
+    engine.rearrange()
+    assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
 
 
 def test_vllm_decides_with_elastic_expert_parallelism(state, caplog):
-    made = state(enable_elastic_ep=True)
-    fill(made)
-    made.rearrange()
-    assert (made.returned == -7).all()
+    engine = state(enable_elastic_ep=True)
+    fill(engine)
+    engine.rearrange()
+    assert (engine.returned == -7).all()
     assert "elastic expert parallelism is enabled" in caplog.text
 
 
 def test_vllm_decides_if_a_slot_is_empty(state):
-    made = state()
-    fill(made)
-    old_LP = made.model_states["model"].physical_to_logical_map.clone()
+    engine = state()
+    fill(engine)
+    old_LP = engine.model_states["model"].physical_to_logical_map.clone()
     old_LP[0, 5] = -1
     new_LP = PlannerPolicy.rebalance_experts(torch.ones((LAYERS, EXPERTS)), 6, 1, 1, RANKS, old_LP)
     assert (new_LP == -7).all()
@@ -250,10 +250,10 @@ def test_the_plugin_installs_policy_mode(monkeypatch):
 
 def test_the_policy_may_be_called_on_another_thread(state):
     """As in vLLM's asynchronous EPLB: the window is noted on the model's thread, and the policy runs on its own."""
-    made = state()
-    fill(made)
+    engine = state()
+    fill(engine)
     returned = []
-    ask = made.policy.rebalance_experts
+    ask = engine.policy.rebalance_experts
 
     class OnAnotherThread:
         @classmethod
@@ -263,8 +263,8 @@ def test_the_policy_may_be_called_on_another_thread(state):
             thread.join()
             return returned[-1]
 
-    made.policy = OnAnotherThread
-    made.rearrange()
+    engine.policy = OnAnotherThread
+    engine.rearrange()
     assert returned[0].tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
 
 
@@ -277,15 +277,15 @@ def test_the_engine_starts_from_a_recorded_placement(state, monkeypatch, tmp_pat
     else:
         np.savez(path, phy2log=start_LP.reshape(LAYERS, 1, -1))
     monkeypatch.setenv("EPLB_AGENT_INITIAL_PLACEMENT", str(path))
-    made = state()
-    assert made.expert_rearrangement_step == WINDOW - 1
-    made.rearrange(is_profile=True)
-    assert (made.returned == -7).all()
-    made.rearrange()
-    assert made.returned.tolist() == start_LP.tolist()
-    fill(made)
-    made.rearrange()
-    assert made.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+    engine = state()
+    assert engine.expert_rearrangement_step == WINDOW - 1
+    engine.rearrange(is_profile=True)
+    assert (engine.returned == -7).all()
+    engine.rearrange()
+    assert engine.returned.tolist() == start_LP.tolist()
+    fill(engine)
+    engine.rearrange()
+    assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
 
 
 @pytest.mark.parametrize(

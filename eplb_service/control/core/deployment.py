@@ -136,7 +136,7 @@ class Deployment:
     planned_par
         PAR promised for each switched layer by the plan that switched it, keyed by layer.
     attendance
-        Rejected ranks, and the time for which ranks have been waiting or disconnected.
+        Rejected ranks, and how long ranks have been waiting or disconnected.
     known
         True once all ranks of some group have connected and agreed on a layout.
     plan_problems

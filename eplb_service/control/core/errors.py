@@ -16,7 +16,7 @@ class AlreadyConnectedError(RejectedError):
 
 
 class UnknownDeploymentError(RejectedError):
-    """Raised when a request names a deployment for which no agent has ever connected."""
+    """Raised when a request names a deployment that no agent has ever joined."""
 
 
 class ExhaustedError(RejectedError):

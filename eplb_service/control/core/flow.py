@@ -28,9 +28,9 @@ _CALM_SECONDS = 300.0
 _IDLE_SECONDS = 30.0
 """Time without a new step after which the ranks count as idle."""
 LATE_SECONDS = 5.0
-"""Time for which a rank's heat must be late before the service reacts."""
+"""How long a rank's heat must be late before the service reacts."""
 HELD_SECONDS = 10.0
-"""Maximum time for which a report from a rank that is ahead of slower ranks is delayed."""
+"""Maximum delay of a report from a rank that is ahead of slower ranks."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class LateRanks:
     since
         Time at which each late rank was first observed to be late, keyed by rank.
     steps
-        Number of steps by which the slowest rank's heat lags behind the fastest rank's.
+        Lag of the slowest rank's heat behind the fastest rank's, in steps.
     now
         Time of the last update, in seconds.
     step
@@ -197,7 +197,7 @@ class LateRanks:
         ranks
             Connected ranks whose heat is late.
         steps
-            Number of steps by which the slowest rank's heat lags behind the fastest rank's.
+            Lag of the slowest rank's heat behind the fastest rank's, in steps.
         """
         stepped_at = now if step != self.step else self.stepped_at
         late_ranks = ranks if now - stepped_at < _IDLE_SECONDS else ()

@@ -22,7 +22,7 @@ _MAX_LISTED_RANKS = 8
 _MAX_REJECTIONS = 16
 """Maximum number of rejected ranks that are remembered."""
 _REJECTION_SECONDS = 60.0
-"""Time for which a rejection is reported as a problem. An agent that belongs to the group retries within seconds."""
+"""How long a rejection is reported as a problem. An agent that belongs to the group retries within seconds."""
 _INCOMPLETE_SECONDS = 60.0
 """Time that ranks may wait for the rest of their group before another group may replace it."""
 
@@ -290,7 +290,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Attendance:
-    """Rejected ranks, and the time for which ranks have been waiting or disconnected (immutable).
+    """Rejected ranks, and how long ranks have been waiting or disconnected (immutable).
 
     Parameters
     ----------

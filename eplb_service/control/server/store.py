@@ -67,10 +67,10 @@ restarted service uses the current layout as the initial one."""
 _MAX_ROWS_SET_ASIDE = 1000
 _MAX_ROW_CHARACTERS = 1 << 20
 _SETTLE_SECONDS = 10.0
-"""Maximum time for which an operator's command waits for the disk."""
+"""Maximum wait of an operator's command for the disk."""
 _NOTICES_KEPT = 8
 _NOTICE_SECONDS = 86400.0
-"""Time for which operators see a notice about lost data."""
+"""How long operators see a notice about lost data."""
 _BOUNDS = {
     "digest": 1 << 64,
     "layers": MAX_LAYERS + 1,

@@ -73,7 +73,7 @@ class KubernetesLease:
     holder
         Identity of this service, which must be unique among all services.
     seconds
-        Time for which the lease stays valid without renewal.
+        How long the lease stays valid without renewal.
     pod
         Name of this service's pod, which is labelled with ``LEADS_LABEL``; ``None`` if no Service selects pods by the
         label.

@@ -19,7 +19,7 @@ from eplb_core.wire.fields import MAX_VERSION
 from eplb_service.control.server.lease.errors import LeaseError
 
 LEASE_SECONDS = 15.0
-"""Time for which a lease stays valid without renewal. Other Kubernetes controllers use the same value."""
+"""How long a lease stays valid without renewal. Other Kubernetes controllers use the same value."""
 _RENEWALS = 6
 """Number of renewal attempts per lease duration. A few of them may fail without losing the lease."""
 _LOSS_FRACTION = 2 / 3
@@ -92,7 +92,7 @@ def named_lease(text: str, seconds: float) -> Lease:
     text
         Name of the lease, as accepted by ``checked_lease``.
     seconds
-        Time for which a Kubernetes lease stays valid without renewal.
+        How long a Kubernetes lease stays valid without renewal.
     """
     kind, _, name = text.partition(":")
     if kind == "file":
@@ -172,7 +172,7 @@ class Leadership:
     lease
         Lease whose holder leads.
     seconds
-        Time for which the lease stays valid without renewal.
+        How long the lease stays valid without renewal.
     """
 
     def __init__(self, lease: Lease, seconds: float) -> None:
