@@ -14,8 +14,8 @@ from tests.engines.environments import VLLM_032, python_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-WINDOW = 32
-LOAD = {"requests": 24, "max_tokens": 48, "rounds": 6}
+WINDOW = 64
+LOAD = {"requests": 24, "max_tokens": 48, "rounds": 12}
 FOUR_RANKS = {
     "tensor_parallel_size": 4,
     "enable_expert_parallel": True,
@@ -31,11 +31,12 @@ FOUR_RANKS = {
 }
 MAX_IMBALANCE_OVER_OWN = 0.03
 """Difference between runs of the same policy, because windows are short."""
-MAX_SHARE_FETCHED = 1 / 3
+MAX_SHARE_FETCHED = 1 / 5
 MAX_TIES = 0.01
-"""Maximum share of tokens whose log-probabilities differ by more than rounding.
+"""Maximum share of answers with a different token.
 
-With 32 experts, some router scores are equal to within rounding, and a moved expert changes the order of a sum.
+With 32 experts, about two router scores per run are equal to within rounding, and a moved expert changes the order of
+a sum. The checkpoint with 8 experts has no such ties.
 """
 
 
@@ -60,7 +61,39 @@ def figures(path):
     return sum(imbalance) / len(imbalance) if imbalance else None, fetched
 
 
-def test_vllm_keeps_its_answers_and_fetches_fewer_experts(run_vllm, agent_site, many_experts, tmp_path):
+def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_path):
+    load = {"requests": 8, "max_tokens": 120, "rounds": 4}
+    alone = run_vllm(VLLM_032, load, name="alone").answers()
+    path = tmp_path / "planner.jsonl"
+    two_ranks = FOUR_RANKS | {"tensor_parallel_size": 2, "max_num_seqs": 8}
+    settings = {"EPLB_AGENT_MODE": "policy", "EPLB_TEST_MEASURE": str(path)}
+    run = run_vllm(VLLM_032, load | {"engine": two_ranks}, name="planner", **settings)
+    check_same_answers(run.answers(), alone)
+    assert "policy: PAR" in run.log.read_text()
+    _, fetched = figures(path)
+    print(f"{sum(fetched)} experts fetched in {len(fetched)} rearrangements")
+    assert sum(fetched) > 0
+
+
+def test_sglang_gives_the_same_answers_in_policy_mode(run_sglang, tmp_path):
+    load = {"requests": 8, "max_tokens": 120, "rounds": 4}
+    alone = run_sglang(load, name="alone").answers()
+    own_eplb = {"eplb_rebalance_num_iterations": 48, "expert_distribution_recorder_buffer_size": 48}
+    two_ranks = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4} | own_eplb
+    measured = {}
+    for name, mode in (("own", {}), ("planner", {"EPLB_AGENT_MODE": "policy"})):
+        path = tmp_path / f"{name}.jsonl"
+        run = run_sglang(load | {"engine": two_ranks}, name=name, EPLB_TEST_MEASURE=str(path), **mode)
+        check_same_answers(run.answers(), alone)
+        measured[name] = figures(path)[1]
+    assert "policy: PAR" in run.log.read_text()
+    print(
+        f"experts fetched: {sum(measured['own'])} with SGLang's algorithm, {sum(measured['planner'])} with ours"
+    )
+    assert 0 < sum(measured["planner"]) <= MAX_SHARE_FETCHED * sum(measured["own"])
+
+
+def test_vllm_balances_as_well_and_fetches_fewer_experts(run_vllm, agent_site, many_experts, tmp_path):
     warm(VLLM_032, agent_site)
     alone = run_vllm(VLLM_032, LOAD, name="alone", model=many_experts).answers()
     measured = {}
@@ -76,7 +109,9 @@ def test_vllm_keeps_its_answers_and_fetches_fewer_experts(run_vllm, agent_site, 
         )
         answers = run.answers()
         measured[name] = figures(path)
-    check_same_answers(answers, alone, MAX_TIES)
+    same = sum(ids == expected for (ids, _), (expected, _) in zip(answers, alone, strict=True))
+    print(f"{same} of {len(alone)} answers equal those of the unmodified engine")
+    assert same >= (1 - MAX_TIES) * len(alone)
     assert "policy: PAR" in run.log.read_text()
     own, planner = measured["own"], measured["planner"]
     print(

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.doctor import FAILED, OK, SKIPPED, WARNING, Finding
+from worker_agent.modes import Mode, requested_mode
 from worker_agent.settings import AgentSettings, bare_name_warning, misspelt_settings
 
 _MAX_SECONDS = 180.0
@@ -100,7 +101,18 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     devices = options.ranks
     if device != "cpu":
         devices = getattr(torch, device).device_count() if hasattr(torch, device) else 0
-    yield from _round_trip(options.ranks, device, devices, options.expert_bytes)
+    if _moves_experts():
+        yield from _round_trip(options.ranks, device, devices, options.expert_bytes)
+    else:
+        yield Finding("ranks", SKIPPED, "the agent moves experts only in full mode")
+
+
+def _moves_experts() -> bool:
+    """Return True in full mode, and if no mode or an invalid one is requested."""
+    try:
+        return requested_mode() in ("full", None)
+    except ValueError:
+        return True
 
 
 def _default_device() -> str:
@@ -224,19 +236,28 @@ def environment() -> Iterator[Finding]:
         yield Finding("settings", FAILED, f"invalid environment variables: {problems}")
     if settings is not None and (warning := bare_name_warning(settings.data_host)) is not None:
         yield Finding("data host", WARNING, warning)
-    yield from _engines(allow_unverified=settings is not None and settings.allow_unverified_engine)
+    mode: Mode | None = None
+    try:
+        mode = requested_mode()
+    except ValueError as error:
+        yield Finding("mode", FAILED, str(error))
+    allow_unverified = settings is not None and settings.allow_unverified_engine
+    yield from _engines(mode or "full", allow_unverified=allow_unverified)
     if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
+        if mode in ("observe", "policy"):
+            yield Finding("service", SKIPPED, f"none is set, and {mode} mode needs none")
+            return
         text = (
-            "EPLB_AGENT_SERVICE is not set, so an installed agent does nothing and the engine uses its own "
-            "balancer; set it to host:port"
+            "neither EPLB_AGENT_MODE nor EPLB_AGENT_SERVICE is set, so an installed agent does nothing and the engine "
+            "uses its own balancer; set EPLB_AGENT_SERVICE to host:port, or EPLB_AGENT_MODE to observe or policy"
         )
         yield Finding("service", FAILED, text)
     elif settings is not None:
         yield _service(settings)
 
 
-def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
-    """Check the plugin and the functions of each installed engine."""
+def _engines(mode: Mode, *, allow_unverified: bool) -> Iterator[Finding]:
+    """Check the plugin of each installed engine, and the functions that the mode relies on."""
     installed = {package for _, package, *_ in _ENGINES if importlib.util.find_spec(package) is not None}
     if not installed:
         yield Finding("engine", SKIPPED, "no supported engine is installed in this environment")
@@ -245,7 +266,16 @@ def _engines(*, allow_unverified: bool) -> Iterator[Finding]:
             continue
         yield from _plugin(engine, variable, plugin)
         name = f"{engine} functions"
+        if mode == "observe":
+            yield Finding(name, SKIPPED, "observe mode changes nothing in the engine")
+            continue
         try:
+            if mode == "policy":
+                importlib.import_module(f"worker_agent.policy.{package}").check_interface()
+                yield Finding(
+                    name, OK, "the engine's EPLB has the known interface, and the planner is installed"
+                )
+                continue
             adapter = importlib.import_module(f"worker_agent.adapters.{package}.hooks")
             differences = adapter.check_release(allow_unverified)
         except UnsupportedEngineError as error:

@@ -52,8 +52,18 @@ def install() -> None:
     UnsupportedEngineError
         If this SGLang has another interface, or if the planner is not installed. Nothing is registered then.
     """
-    from sglang.srt.eplb import eplb_algorithms
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check_interface()
+    HookRegistry.register(_ALGORITHM, rebalance_experts, HookType.AROUND)
+    HookRegistry.register(_MANAGER, _join, HookType.AFTER)
+    step_split.register_hooks(AgentSettings().step_split)
+    HookRegistry.register(_UPDATE, _install, HookType.AFTER)
+
+
+def check_interface() -> None:
+    """Raise ``UnsupportedEngineError`` unless this SGLang has the known interface and the planner is installed."""
+    from sglang.srt.eplb import eplb_algorithms
     from sglang.version import __version__
 
     actual = tuple(inspect.signature(eplb_algorithms.rebalance_experts).parameters)
@@ -64,10 +74,6 @@ def install() -> None:
             "Install SGLang 0.5.21 to 0.5.23 or a newer agent",
         )
     require_planner()
-    HookRegistry.register(_ALGORITHM, rebalance_experts, HookType.AROUND)
-    HookRegistry.register(_MANAGER, _join, HookType.AFTER)
-    step_split.register_hooks(AgentSettings().step_split)
-    HookRegistry.register(_UPDATE, _install, HookType.AFTER)
 
 
 def _join(*_: Any, **__: Any) -> None:
