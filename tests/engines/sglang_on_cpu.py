@@ -21,11 +21,11 @@ def register() -> None:
     HookRegistry.register(pad, _pad_for_plain_attention, HookType.AROUND)
     scatter = "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv"
     HookRegistry.register(scatter, _scatter_without_nccl, HookType.AROUND)
+    # SGLang's own EPLB calls this function, which torch does not have for CPUs.
+    torch.cpu.empty_cache = lambda: None
     if os.environ.get("EPLB_TEST_MEASURE"):
         from measure_eplb import measure_sglang
 
-        # SGLang's own EPLB asks for this on a CPU.
-        torch.cpu.empty_cache = lambda: None
         algorithm = "sglang.srt.eplb.eplb_algorithms.rebalance_experts"
         HookRegistry.register(algorithm, measure_sglang, HookType.AROUND)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):

@@ -348,8 +348,21 @@ OBSERVED = {
     "tp2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "tp2-split-experts": {"tensor_parallel_size": 2},
     "dp2": {"data_parallel_size": 2, "enable_expert_parallel": True},
+    "tp2-eplb": TWO_TENSOR_RANKS
+    | {
+        "eplb_config": {
+            "num_redundant_experts": 4,
+            "use_async": False,
+            "window_size": 64,
+            "step_interval": 64,
+            "communicator": "torch_gloo",
+        }
+    },
 }
-"""Engines without EPLB. In the second one, each rank has a part of every expert."""
+"""Engines without EPLB, and one whose own EPLB moves experts.
+
+In the second one, each rank has a part of every expert.
+"""
 EACH_OBSERVED = pytest.mark.parametrize("case", OBSERVED)
 
 
@@ -362,6 +375,8 @@ def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
     agent = OBSERVE | {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     observed = run_vllm(VLLM_032, load, name="observed", **agent)
     check_observed(service, tmp_path)
+    if case == "tp2-eplb":
+        service.wait_until(lambda status: status.status.epoch > 0, 900)
     enough.touch()
     answers = observed.answers()
     check_same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
