@@ -25,6 +25,8 @@ def _logged_balances() -> list[str]:
     lines = _lines()
     agent, layers, still = live.start(1, log_interval_steps=8)
     live.drive(agent, layers, still, 10)
+    # The stream's thread would reset the balance after its next failed connection.
+    agent._stream.close(60)
     agent._stream.balance = Balance(1.2345, 32)
     live.drive(agent, layers, still, 10, live.offering(agent, {0: {0: live.target()}}), epoch=1)
     agent.close()

