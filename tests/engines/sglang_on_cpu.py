@@ -22,12 +22,14 @@ def register() -> None:
     scatter = "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv"
     HookRegistry.register(scatter, _scatter_without_nccl, HookType.AROUND)
     if os.environ.get("EPLB_TEST_MEASURE"):
-        from measure_eplb import measure_sglang
+        from measure_eplb import measure_sglang, measure_sglang_routing
 
         # SGLang's own EPLB asks for this on a CPU.
         torch.cpu.empty_cache = lambda: None
         algorithm = "sglang.srt.eplb.eplb_algorithms.rebalance_experts"
         HookRegistry.register(algorithm, measure_sglang, HookType.AROUND)
+        routing = "sglang.srt.layers.moe.topk._post_process_topk_ids"
+        HookRegistry.register(routing, measure_sglang_routing, HookType.AFTER)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
         from commit_without_weights import commit_without_weights
 
