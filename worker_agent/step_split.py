@@ -6,6 +6,7 @@ in every layer. The counts of an earlier pass are never used, because they give 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.placement import Int32
+from worker_agent.step_split_kernel import SplitKernels
 from worker_agent.stepwise import Gatherer, StepwiseSplit
+
+_log = logging.getLogger("eplb.agent")
+
+KERNEL_DEVICES = ["cuda"]
+"""Types of devices on which Triton's kernels may compute the split."""
 
 StepSplitSetting: TypeAlias = "str | int"
 """``auto``, ``on``, ``off``, or the number of tokens from which a pass is split."""
 
 _PROBED_ROWS = 64
-_PROBED_CHOICES = 2
 
 
 def is_requested(setting: StepSplitSetting) -> bool:
@@ -174,6 +180,32 @@ class StepSplit:
         self._split = StepwiseSplit(placed_RS, experts, device)
         self._first_E = torch.from_numpy(_first_slots(placed_RS, experts)).to(device)
         self._installed_RS = placed_RS
+        self._kernels: SplitKernels | None = None
+        if group is None and torch.device(device).type in KERNEL_DEVICES:
+            self._kernels = self._working_kernels()
+
+    @property
+    def uses_kernels(self) -> bool:
+        """True if Triton's kernels compute the split, False if PyTorch's operators do."""
+        return self._kernels is not None
+
+    def _working_kernels(self) -> SplitKernels | None:
+        """Return kernels that give the same results as PyTorch's operators on this device, or ``None``."""
+        reason = SplitKernels.reason_against(self._split, self._experts)
+        if reason is None:
+            kernels = SplitKernels(self._split, self._experts, self._first_E)
+            ids_TK = probe(self._experts).to(self._first_E.device)
+            real_rows = torch.tensor(len(ids_TK) - 3, dtype=torch.int32, device=ids_TK.device)
+            try:
+                if torch.equal(kernels.physical(ids_TK, real_rows), self.physical(ids_TK, real_rows)[0]):
+                    return kernels
+                reason = "they do not give the same results on this device"
+            except Exception as error:  # Triton raises many types
+                reason = f"{type(error).__name__}: {error}"
+        _log.warning(
+            "step split: PyTorch's operators are used instead of Triton's kernels, because %s", reason
+        )
+        return None
 
     def applies(self, tokens: int) -> bool:
         """Return True if a pass of this many tokens, padding included, is split. The host knows this number."""
@@ -224,6 +256,8 @@ class StepSplit:
         if real_rows is not None:
             row_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device).unsqueeze(1)
             counted_TK = is_expert_TK & (row_T1 < real_rows)
+        if self._kernels is not None and ids_TK.numel():
+            return self._kernels.physical(ids_TK, real_rows), counted_TK
         slot_TK = self._split.split(torch.where(counted_TK, ids_TK, -1), self._group)
         first_TK = self._first_E[torch.where(is_expert_TK, ids_TK, 0).long()]
         physical_TK = torch.where(counted_TK, slot_TK, first_TK)
@@ -238,16 +272,20 @@ def _first_slots(phy2log_RS: Int32, experts: int) -> Int32:
     return first_E
 
 
+def probe(experts: int) -> torch.Tensor:
+    """Return choices of all experts, some of them more often than others, int32 ``[T, 2]``."""
+    row_T1 = torch.arange(max(_PROBED_ROWS, experts)).unsqueeze(1)
+    even_TK = row_T1 + torch.arange(2)
+    skewed_TK = row_T1 * row_T1 // 3
+    return torch.cat([even_TK, skewed_TK + torch.arange(2)]).to(torch.int32) % experts
+
+
 def ranks_agree(split: StepSplit, experts: int, device: torch.device, group: dist.ProcessGroup) -> bool:
     """Return True if all ranks of a CPU group split the same choices in the same way (collective over ``group``).
 
     Call this only if all ranks see the same choices.
     """
-    rows_TK = torch.arange(_PROBED_ROWS).unsqueeze(1) * 7 + torch.arange(_PROBED_CHOICES)
-    # Every expert is chosen, and the first ones more often.
-    skewed_TK = (rows_TK * rows_TK) % experts
-    ids_TK = torch.cat([rows_TK % experts, skewed_TK]).to(torch.int32).to(device)
-    own = split.physical(ids_TK)[0].cpu().tolist()
+    own = split.physical(probe(experts).to(device))[0].cpu().tolist()
     gathered: list[list[list[int]] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     return all(other == own for other in gathered)

@@ -16,20 +16,19 @@ def generate(model, options):
     """Run all requests of a round concurrently. Return ``[ids, logprobs]`` for each request."""
     import sglang
 
-    engine = sglang.Engine(
-        model_path=model,
-        skip_tokenizer_init=True,
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="float32",
-        context_length=512,
-        max_total_tokens=4096,
-        max_running_requests=8,
-        disable_radix_cache=True,
-        disable_cuda_graph=True,
-        log_level="info",
-        **options.get("engine", {}),
-    )
+    settings = {
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "dtype": "float32",
+        "context_length": 512,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "log_level": "info",
+    }
+    engine = sglang.Engine(model_path=model, **(settings | options.get("engine", {})))
     print("READY", flush=True)
     sampling = {"temperature": 0, "max_new_tokens": options["max_tokens"], "ignore_eos": True}
     answers = []

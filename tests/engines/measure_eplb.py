@@ -75,3 +75,18 @@ def measure_sglang(original, **arguments):
         ranks = arguments["num_physical_experts"] // arguments["num_local_physical_experts"]
         _append(fetched=_fetched(metadata.physical_to_logical_map.cpu(), result[0].cpu(), ranks))
     return result
+
+
+def measure_sglang_routing(routed, *_, **__):
+    """Measure the imbalance of one layer's tokens, after SGLang has chosen their replicas."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    if metadata is None or torch.distributed.get_rank():
+        return
+    slots = metadata.num_local_physical_experts
+    ranks = metadata.num_physical_experts // slots
+    ids_N = routed[0].reshape(-1)
+    loads_R = torch.bincount(ids_N[ids_N >= 0] // slots, minlength=ranks).double()
+    if float(loads_R.sum()):
+        _append(imbalance=float(loads_R.max() / loads_R.mean()))

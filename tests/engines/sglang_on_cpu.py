@@ -27,10 +27,12 @@ def register() -> None:
     # SGLang's own EPLB calls this function, which torch does not have for CPUs.
     torch.cpu.empty_cache = lambda: None
     if os.environ.get("EPLB_TEST_MEASURE"):
-        from measure_eplb import measure_sglang
+        from measure_eplb import measure_sglang, measure_sglang_routing
 
         algorithm = "sglang.srt.eplb.eplb_algorithms.rebalance_experts"
         HookRegistry.register(algorithm, measure_sglang, HookType.AROUND)
+        routing = "sglang.srt.layers.moe.topk._post_process_topk_ids"
+        HookRegistry.register(routing, measure_sglang_routing, HookType.AFTER)
     if __version__.startswith(("0.5.21", "0.5.22")):
         from worker_agent.adapters.sglang import older_releases
 

@@ -63,13 +63,13 @@ def sglang_site(tmp_path_factory):
 def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts engines."""
 
-    def start(options, name="balanced", engine=SGLANG_0523, **environment):
+    def start(options, name="balanced", engine=SGLANG_0523, model=checkpoint, **environment):
         ranks = options.get("engine", {}).get("tp_size", 1)
         threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
         settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
         python = python_of(engine)
         folder = tmp_path / name
-        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, checkpoint, options, settings))
+        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, model, options, settings))
 
     return start
 

@@ -154,5 +154,5 @@ class Agreement:
         began = time.perf_counter()
         new_LP = decide(heat_NLE, old_LP, ranks, nodes=nodes, split=self._split, timed=timed)
         if new_LP is not None:
-            log_decision(heat_NLE, old_LP, new_LP, ranks, time.perf_counter() - began)
+            log_decision(heat_NLE, old_LP, new_LP, ranks, time.perf_counter() - began, self._split)
         return new_LP

@@ -13,9 +13,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 def log_decision(
-    heat_NLE: npt.NDArray[np.generic], old_LP: Int64, new_LP: Int64, ranks: int, seconds: float
+    heat_NLE: npt.NDArray[np.generic], old_LP: Int64, new_LP: Int64, ranks: int, seconds: float, split: str
 ) -> None:
     """Log the PAR before and after a decision, if tokens are split evenly, and the number of experts to fetch.
+
+    An engine with another split has another PAR, so the line then says that its figures are those of an even split.
 
     Parameters
     ----------
@@ -29,12 +31,15 @@ def log_decision(
         R, number of ranks.
     seconds
         Time that the decision took.
+    split
+        The engine's split.
     """
     fetched_L = fetched_experts(old_LP, new_LP, ranks)
     _log.info(
-        "policy: PAR %.3f -> %.3f on the window; %d of %d layers change, %d experts to fetch; decided in %.0f ms",
+        "policy: PAR %.3f -> %.3f on the window%s; %d of %d layers change, %d experts to fetch; decided in %.0f ms",
         par_of_even_split(heat_NLE, old_LP, ranks),
         par_of_even_split(heat_NLE, new_LP, ranks),
+        "" if split == "even" else f" if tokens were split evenly (they are split by {split})",
         np.count_nonzero(fetched_L),
         len(old_LP),
         fetched_L.sum(),

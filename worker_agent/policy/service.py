@@ -72,7 +72,7 @@ class ServiceDecision:
             raise RemoteDecisionError("the service ended the call without an answer") from None
         except (WireError, OSError) as error:
             raise RemoteDecisionError(str(error)) from error
-        log_decision(heat_NLE, old_LP, new_LP, ranks, time.perf_counter() - began)
+        log_decision(heat_NLE, old_LP, new_LP, ranks, time.perf_counter() - began, self._split)
         return new_LP
 
 

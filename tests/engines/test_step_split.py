@@ -1,0 +1,104 @@
+"""Tests that real engines give the same answers if replicas are chosen by each step's own counts."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.engines.conftest import HERE, made_checkpoint
+from tests.engines.engine_checks import check_same_answers
+from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
+from tests.engines.test_sglang import run_sglang, sglang_site  # noqa: F401, fixtures
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+WINDOW = 32
+LOAD = {"requests": 24, "max_tokens": 48, "rounds": 6}
+VLLM = {
+    "tensor_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "max_num_seqs": 24,
+    "eplb_config": {
+        "num_redundant_experts": 8,
+        "use_async": False,
+        "window_size": WINDOW,
+        "step_interval": WINDOW,
+        "communicator": "torch_gloo",
+    },
+}
+SGLANG = {
+    "tp_size": 2,
+    "ep_size": 2,
+    "enable_eplb": True,
+    "ep_num_redundant_experts": 8,
+    "max_running_requests": 24,
+    "eplb_rebalance_num_iterations": WINDOW,
+    "expert_distribution_recorder_buffer_size": WINDOW,
+}
+BY_STEP = {"EPLB_AGENT_MODE": "policy", "EPLB_AGENT_STEP_SPLIT": "on"}
+MAX_IMBALANCE = 1.05
+
+
+@pytest.fixture(scope="session")
+def many_experts(tmp_path_factory):
+    """A checkpoint with 32 experts and skewed routers."""
+    return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
+
+
+def warm(engine, site):
+    """Compile the planner's kernels for the engine's Python."""
+    code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
+    subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
+
+
+def check_balance(path, log):
+    """Check that experts moved, and that steps after the first move are balanced. Print the mean imbalances."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    first = next(index for index, line in enumerate(lines) if line.get("fetched"))
+    before, after = (
+        [line["imbalance"] for line in part if "imbalance" in line] for part in (lines[:first], lines[first:])
+    )
+    mean = sum(after) / len(after)
+    print(
+        f"imbalance {sum(before) / len(before):.3f} with the initial placement, {mean:.3f} with the planner's, both "
+        f"split by step; {sum(line.get('fetched', 0) for line in lines)} experts fetched"
+    )
+    assert "step split: on for all passes" in log
+    assert mean <= MAX_IMBALANCE
+
+
+def test_vllm_gives_the_same_answers_if_steps_are_split_by_their_counts(
+    run_vllm, agent_site, many_experts, tmp_path
+):
+    warm(VLLM_032, agent_site)
+    alone = run_vllm(VLLM_032, LOAD, name="alone", model=many_experts).answers()
+    path = tmp_path / "steps.jsonl"
+    load = LOAD | {"engine": VLLM}
+    run = run_vllm(VLLM_032, load, model=many_experts, EPLB_TEST_MEASURE=str(path), **BY_STEP)
+    check_same_answers(run.answers(), alone)
+    check_balance(path, run.log.read_text())
+
+
+def test_sglang_gives_the_same_answers_if_steps_are_split_by_their_counts(
+    run_sglang,  # noqa: F811
+    sglang_site,  # noqa: F811
+    many_experts,
+    tmp_path,
+):
+    warm(VLLM_032, sglang_site)
+    alone = run_sglang(LOAD, name="alone", model=many_experts).answers()
+    path = tmp_path / "steps.jsonl"
+    run = run_sglang(LOAD | {"engine": SGLANG}, model=many_experts, EPLB_TEST_MEASURE=str(path), **BY_STEP)
+    check_same_answers(run.answers(), alone)
+    check_balance(path, run.log.read_text())
+
+
+@pytest.mark.parametrize("how", ["interpret", "compile"])
+def test_kernels_give_the_same_results_as_operators_and_compile_for_a_gpu(how, agent_site):
+    command = [python_of(VLLM_032_TRITON), HERE / "compare_split_kernels.py", how]
+    environment = {**os.environ, "PYTHONPATH": str(agent_site), "VLLM_PLUGINS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
