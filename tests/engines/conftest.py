@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.service import Service
-from tests.engines.environments import ROOT, VLLM_032, python_of
+from tests.engines.environments import ROOT, SGLANG_0523, VLLM_032, python_of
 from tests.engines.openai_server import TOKEN_IDS_ALONE, OpenAiServer
 from tests.engines.processes import end_engine, start_engine
 
@@ -191,3 +191,48 @@ def serve_vllm(agent_site, checkpoint, tmp_path, stop_at_end):
         return stop_at_end(OpenAiServer(python_of(engine), log, checkpoint, command, settings))
 
     return start
+
+
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
+SGLANG_SHIM = """
+[sglang.srt.plugins]
+eplb_cpu_host = sglang_on_cpu:register
+"""
+
+
+@pytest.fixture(scope="session")
+def sglang_site(tmp_path_factory):
+    """Like ``agent_site``, with the SGLang shim and stand-ins for accelerator-only packages."""
+    site = make_agent_site(tmp_path_factory.mktemp("sglang"))
+    for module in ("sglang_on_cpu.py", "stand_ins.py"):
+        shutil.copy(HERE / module, site)
+    shutil.copy(HERE / "absent_on_cpu.py", site / "sitecustomize.py")
+    add_shim(site, "eplb_sglang_on_cpu", SGLANG_SHIM)
+    return site
+
+
+@pytest.fixture
+def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
+    """Return a function that starts engines."""
+
+    def start(options, name="balanced", engine=SGLANG_0523, model=checkpoint, **environment):
+        ranks = options.get("engine", {}).get("tp_size", 1)
+        threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
+        settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
+        python = python_of(engine)
+        folder = tmp_path / name
+        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, model, options, settings))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def many_experts(tmp_path_factory):
+    """A checkpoint with 32 experts and skewed routers."""
+    return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
+
+
+def warm(engine, site):
+    """Compile the planner's kernels for the engine's Python, so that its first decision does not come too late."""
+    code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
+    subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})

@@ -4,13 +4,12 @@ The figures of the engine's own policy are measured in the same engine with the 
 """
 
 import json
-import subprocess
 
 import pytest
 
-from tests.engines.conftest import made_checkpoint
+from tests.engines.conftest import warm
 from tests.engines.engine_checks import check_same_answers
-from tests.engines.environments import VLLM_032, python_of
+from tests.engines.environments import VLLM_032
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -38,18 +37,6 @@ MAX_TIES = 0.01
 With 32 experts, about two router scores per run are equal to within rounding, and a moved expert changes the order of
 a sum. The checkpoint with 8 experts has no such ties.
 """
-
-
-@pytest.fixture(scope="session")
-def many_experts(tmp_path_factory):
-    """A checkpoint with 32 experts and skewed routers."""
-    return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
-
-
-def warm(engine, site):
-    """Compile the planner's kernels for the engine's Python, so that its first decision does not come too late."""
-    code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
-    subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
 
 
 def figures(path):

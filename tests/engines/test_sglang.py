@@ -1,18 +1,8 @@
 """Tests that real SGLang, balanced by the agent, gives the same answers while its layers switch."""
 
-import shutil
-
 import pytest
 
-from tests.engines.conftest import (
-    DECIDE_OFTEN,
-    HERE,
-    UNCOMPILED,
-    EngineRun,
-    add_shim,
-    engine_environment,
-    make_agent_site,
-)
+from tests.engines.conftest import DECIDE_OFTEN, ON_CPU
 from tests.engines.engine_checks import (
     OBSERVE,
     WITHOUT_WEIGHTS,
@@ -23,7 +13,7 @@ from tests.engines.engine_checks import (
     check_without_a_service,
     in_engine,
 )
-from tests.engines.environments import SGLANG_0521, SGLANG_0522, SGLANG_0523, python_of
+from tests.engines.environments import SGLANG_0521, SGLANG_0522, SGLANG_0523
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -39,39 +29,6 @@ CASES = {
 EACH_CASE = pytest.mark.parametrize(("engine", "parallel"), CASES.values(), ids=CASES)
 LOAD = {"requests": 8, "max_tokens": 120, "rounds": 4}
 DEALING = f"{DECIDE_OFTEN} --split deal"
-
-
-ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent.so"}
-SHIM = """
-[sglang.srt.plugins]
-eplb_cpu_host = sglang_on_cpu:register
-"""
-
-
-@pytest.fixture(scope="session")
-def sglang_site(tmp_path_factory):
-    """Like ``agent_site``, with the SGLang shim and stand-ins for accelerator-only packages."""
-    site = make_agent_site(tmp_path_factory.mktemp("sglang"))
-    for module in ("sglang_on_cpu.py", "stand_ins.py"):
-        shutil.copy(HERE / module, site)
-    shutil.copy(HERE / "absent_on_cpu.py", site / "sitecustomize.py")
-    add_shim(site, "eplb_sglang_on_cpu", SHIM)
-    return site
-
-
-@pytest.fixture
-def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
-    """Return a function that starts engines."""
-
-    def start(options, name="balanced", engine=SGLANG_0523, model=checkpoint, **environment):
-        ranks = options.get("engine", {}).get("tp_size", 1)
-        threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"][:ranks])}
-        settings = engine_environment(sglang_site, **ON_CPU, **UNCOMPILED, **threads, **environment)
-        python = python_of(engine)
-        folder = tmp_path / name
-        return stop_at_end(EngineRun(python, "generate_sglang.py", folder, model, options, settings))
-
-    return start
 
 
 @pytest.fixture(scope="module")

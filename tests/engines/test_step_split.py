@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
-from tests.engines.conftest import HERE, made_checkpoint
+from tests.engines.conftest import HERE, warm
 from tests.engines.engine_checks import check_same_answers
 from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
-from tests.engines.test_sglang import run_sglang, sglang_site  # noqa: F401, fixtures
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -41,18 +40,6 @@ BY_STEP = {"EPLB_AGENT_MODE": "policy", "EPLB_AGENT_STEP_SPLIT": "on"}
 MAX_IMBALANCE = 1.05
 
 
-@pytest.fixture(scope="session")
-def many_experts(tmp_path_factory):
-    """A checkpoint with 32 experts and skewed routers."""
-    return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
-
-
-def warm(engine, site):
-    """Compile the planner's kernels for the engine's Python."""
-    code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
-    subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
-
-
 def check_balance(path, log):
     """Check that experts moved, and that steps after the first move are balanced. Print the mean imbalances."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -82,8 +69,8 @@ def test_vllm_gives_the_same_answers_if_steps_are_split_by_their_counts(
 
 
 def test_sglang_gives_the_same_answers_if_steps_are_split_by_their_counts(
-    run_sglang,  # noqa: F811
-    sglang_site,  # noqa: F811
+    run_sglang,
+    sglang_site,
     many_experts,
     tmp_path,
 ):
