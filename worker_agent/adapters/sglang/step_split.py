@@ -103,7 +103,7 @@ def _hooks_are_applied() -> bool:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     targets = {*(f"{_DISPATCH}.{name}" for name in _MAPPERS), f"{_TOPK}.{_AFTER_TOPK}"}
-    return targets <= HookRegistry._patched
+    return bool(targets <= HookRegistry._patched)
 
 
 def choose_for_engine(setting: StepSplitSetting, device_type: str) -> SplitChoice:
