@@ -111,7 +111,7 @@ def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
 
 OBSERVED = {
     "tp2": {"tp_size": 2, "ep_size": 2},
-    "tp2-eplb": TWO_TENSOR_RANKS | {"eplb_rebalance_num_iterations": 64},
+    "tp2-eplb": TWO_TENSOR_RANKS | {"eplb_rebalance_num_iterations": 256},
     "attention-dp2": {"tp_size": 2, "ep_size": 2, "attn_dp_size": 2},
 }
 """Engines without EPLB, and one whose own EPLB moves experts while it is observed."""

@@ -367,7 +367,7 @@ OBSERVED = {
             "num_redundant_experts": 4,
             "use_async": False,
             "window_size": 64,
-            "step_interval": 64,
+            "step_interval": 256,
             "communicator": "torch_gloo",
         }
     },
