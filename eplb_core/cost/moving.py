@@ -243,7 +243,7 @@ def _lost_share(plans: Sequence[SwitchedPlan]) -> float | None:
     return min(max(mean, 0.0), MAX_LOST)
 
 
-def student_t_975(freedom: int) -> float:
+def student_t_975(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution, accurate to 0.2 % for 3 or more degrees of freedom.
 
     References
@@ -257,4 +257,4 @@ def student_t_975(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -3,7 +3,8 @@
 An external policy is a function ``policy(heat_TLE, phy2log_LRS)``. Its arguments are the tokens in the window,
 ``[T, L, E]``, and the deployed placement, int32 ``[L, R, S]``. It returns the new placement, or a tuple of the
 placement and the tables ``log2phy_RLE``. A package registers its policies as entry points in the group
-``eplb.policies``. All commands and ``solve`` interpret policy names in the same way.
+``eplb.policies``. A policy that keeps state is a class without arguments: each replay makes an object of it and calls
+that. All commands and ``solve`` interpret policy names in the same way.
 """
 
 from __future__ import annotations
@@ -107,10 +108,9 @@ def external_policy(policy: str | PolicyFunction) -> PolicyFunction | None:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise PolicyError(f"policy {policy}: cannot import {module_name!r} ({_one_line(error)})") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise PolicyError(f"policy {policy}: {module_name} has no function {attribute!r}")
-    return function  # type: ignore[no-any-return]
+    return _function_of(
+        policy, getattr(module, attribute, None), f"{module_name} has no function {attribute!r}"
+    )
 
 
 def _registered_function(policy: str) -> PolicyFunction:
@@ -122,11 +122,20 @@ def _registered_function(policy: str) -> PolicyFunction:
             raise PolicyError(
                 f"policy {policy}: cannot import {entry.value!r} ({_one_line(error)})"
             ) from error
-        if not callable(function):
-            raise PolicyError(f"policy {policy}: {entry.value} is not a function")
-        return function  # type: ignore[no-any-return]
+        return _function_of(policy, function, f"{entry.value} is not a function")
     names = ", ".join((*NAMES, *registered()))
     raise PolicyError(f"unknown policy {policy!r}; choose one of {names}, or specify module:function")
+
+
+def _function_of(policy: str, loaded: Any, problem: str) -> PolicyFunction:
+    """Return a loaded function, or an object of a loaded class. Raises ``PolicyError`` if neither can be called."""
+    try:
+        function = loaded() if isinstance(loaded, type) else loaded
+    except Exception as error:
+        raise PolicyError(f"policy {policy} cannot start ({_one_line(error)})") from error
+    if not callable(function):
+        raise PolicyError(f"policy {policy}: {problem}")
+    return function  # type: ignore[no-any-return]
 
 
 def name_of(policy: str | PolicyFunction) -> str:

@@ -42,6 +42,7 @@ COMMANDS = {
     "serve": ("serve", _SERVICE, "Run the control plane that agents connect to."),
     "solve": ("solve", _OFFLINE, "Compute a placement from recorded heat."),
     "replay": ("replay", _OFFLINE, "Replay the planner on a trace and score each policy."),
+    "prove": ("prove", _OFFLINE, "Prove what balancing gains, on a trace or beside a deployment."),
     "sweep": ("sweep", _OFFLINE, "Replay many traces with many settings, and print one table."),
     "advise": ("advise", _OFFLINE, "Recommend settings, and report whether balancing pays off."),
     "bench": (_LAB, _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
@@ -78,6 +79,8 @@ eplb solve --heat heat.zarr --ranks 8 --redundant 16 --out placement.npz
 eplb solve --heat heat.pt --ranks 8 --slots 9 --out map.json --format sglang
 eplb replay --heat heat.zarr --ranks 8 --redundant 0,8,16 --step-ms 30
 eplb replay --heat heat.zarr --ranks 8 --policy all --report report.html
+eplb prove --heat heat.zarr --ranks 8 --slots 5 --report proof.html
+eplb prove my-deployment --address balancer:50551 --steps 2000
 eplb sweep mon.zarr tue.zarr --ranks 8 --redundant 8,16 --interval 128,256
 eplb sweep *.zarr --ranks 8 --set par_threshold=1.02,1.1 --ray local
 eplb advise --heat heat.zarr --ranks 8 --bytes-per-expert 4000000

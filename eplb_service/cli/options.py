@@ -127,7 +127,7 @@ def _parameter(name: str, kind: Any, declaration: Any) -> inspect.Parameter:
     members = typing.get_args(kind) if union else (kind,)
     choices = [member for member in members if member is not types.NoneType]
     parsed = choices[0] if len(choices) == 1 else str
-    if parsed not in _METAVARS and typing.get_origin(parsed) is not list:
+    if parsed not in _METAVARS and typing.get_origin(parsed) not in (list, tuple):
         parsed = str
     default_metavar = _METAVARS.get(parsed) if isinstance(declaration, OptionInfo) else name.upper()
     declaration.metavar = declaration.metavar or default_metavar

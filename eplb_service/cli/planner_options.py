@@ -84,14 +84,14 @@ def planner_flags(*without: str) -> list[inspect.Parameter]:
     ]
 
 
-def one_policy(policy: str) -> None:
-    """Raise ``UserError`` unless ``policy`` names a policy that can be imported."""
+def one_policy(policy: str, flag: str = "--policy") -> None:
+    """Raise ``UserError`` unless ``policy``, the value of the option ``flag``, names a policy that can be imported."""
     from eplb_core.planner.policies import PolicyError, external_policy
 
     try:
         external_policy(policy)
     except PolicyError as error:
-        raise UserError(f"--policy: {error}") from error
+        raise UserError(f"{flag}: {error}") from error
 
 
 def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:

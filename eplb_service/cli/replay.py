@@ -163,8 +163,8 @@ def _cpu_ms(cpu_share: float, costs: Costs) -> float:
     return cpu_share * costs.step_ms
 
 
-def policies_of(text: str) -> tuple[str, ...]:
-    """Parse the policies in ``--policy``, dropping duplicates.
+def policies_of(text: str, flag: str = "--policy") -> tuple[str, ...]:
+    """Parse the policies in the option ``flag``, dropping duplicates.
 
     Raises ``UserError`` if there are none or one is unknown.
     """
@@ -178,7 +178,7 @@ def policies_of(text: str) -> tuple[str, ...]:
     if unknown or not names:
         shown = ", ".join(map(repr, unknown)) or "nothing"
         raise UserError(
-            f"--policy contains {shown}; choose from {', '.join(available)}, or use module:function"
+            f"{flag} contains {shown}; choose from {', '.join(available)}, or use module:function"
         )
     return names
 
@@ -255,18 +255,30 @@ def _write_report(
     """Write the HTML report, including facts about the trace, the settings and the costs."""
     from eplb_service.report.page import report_page
 
+    page = report_page(
+        result,
+        title=f"Replay of {heat.name}",
+        command=this_command(),
+        facts=report_facts(trace, settings),
+        assumptions=assumptions,
+    )
+    write_atomically(path, page.encode())
+
+
+def this_command() -> str:
+    """Return the command line of this process."""
+    return shlex.join(["eplb", *sys.argv[1:]])
+
+
+def report_facts(trace: Trace, settings: PlannerSettings) -> dict[str, str]:
+    """Return facts about a trace and the settings for a report, keyed by name."""
     planner = {name: value for name, value in vars(settings).items() if name not in ("policy", "threads")}
-    facts = {
+    return {
         "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts",
         "model": trace.facts.model or "not recorded",
         "planner": ", ".join(f"{name} {value}" for name, value in planner.items() if value is not None),
         "created by": f"eplb {eplb_service.__version__}",
     }
-    command = shlex.join(["eplb", *sys.argv[1:]])
-    page = report_page(
-        result, title=f"Replay of {heat.name}", command=command, facts=facts, assumptions=assumptions
-    )
-    write_atomically(path, page.encode())
 
 
 def _print(console: Console, result: Replay, assumptions: Sequence[Assumption]) -> None:
@@ -290,7 +302,11 @@ def _document(result: Replay, assumptions: Sequence[Assumption]) -> dict[str, An
             **policy_figures(result, policy),
             "par_L": policy.par_realised_L,
             "decisions": [
-                {name: value for name, value in vars(decision).items() if not name.endswith(("_L", "_LR"))}
+                {
+                    name: value
+                    for name, value in vars(decision).items()
+                    if not name.endswith(("_L", "_LR", "_T"))
+                }
                 | {"par": decision.par_realised}
                 for decision in policy.decisions
             ],

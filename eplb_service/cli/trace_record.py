@@ -47,17 +47,9 @@ def record(
         )
     if not out.is_dir():
         check_trace_output(out)
-    recording = _Recording(out, deployment, steps)
     with service.open() as call:
-        try:
-            _follow(recording, call, seconds)
-        finally:
-            recording.close()
-    if recording.recorder is None or not recording.steps:
-        raise UserError(
-            f"no step of {deployment!r} was recorded; check with `eplb status` that its model is serving"
-        )
-    lost_steps = recording.recorder.lost
+        recording, recorder = record_heat(call, deployment, out, steps, seconds)
+    lost_steps = recorder.lost
     if json:
         counts = {"steps": recording.steps, "lost_steps": lost_steps, "dropped_reports": recording.dropped}
         print_json({"out": out, **counts})
@@ -66,6 +58,46 @@ def record(
             f"{out}: {recording.steps} steps recorded; {lost_steps} steps lost, {recording.dropped} reports dropped "
             "because the link was too slow"
         )
+
+
+def record_heat(
+    call: OperatorCalls, deployment: str, out: Path, steps: int | None, seconds: float | None
+) -> tuple[_Recording, Recorder]:
+    """Record the heat that a deployment serves from now on, until a limit or Ctrl-C.
+
+    Parameters
+    ----------
+    call
+        Connection to the service.
+    deployment
+        Name of the deployment.
+    out
+        Trace to write or to continue.
+    steps
+        Maximum number of steps.
+    seconds
+        Maximum number of seconds.
+
+    Returns
+    -------
+    tuple of _Recording and Recorder
+        The completed recording, and the writer of its trace.
+
+    Raises
+    ------
+    UserError
+        If no step was recorded.
+    """
+    recording = _Recording(out, deployment, steps)
+    try:
+        _follow(recording, call, seconds)
+    finally:
+        recording.close()
+    if recording.recorder is None or not recording.steps:
+        raise UserError(
+            f"no step of {deployment!r} was recorded; check with `eplb status` that its model is serving"
+        )
+    return recording, recording.recorder
 
 
 class _Recording:

@@ -152,6 +152,16 @@ class StoredTrace(Trace):
         loads_TLR: Float64 = counts_TLP.reshape(shape).sum(axis=3, dtype=np.float64)
         return loads_TLR
 
+    def served_placements(self, first: int, last: int) -> list[list[Int32]]:
+        """Return the placements ``[R, S]`` that served the steps, a list in order for each layer; empty if unknown."""
+        if not self.by_slot:
+            return []
+        epoch_TL = self.columns["epoch"].read(first, last)
+        return [
+            [self.placements[layer, epoch] for epoch in dict.fromkeys(epoch_TL[:, layer].tolist())]
+            for layer in range(self.layers)
+        ]
+
     def step_numbers(self, first: int, last: int) -> Int64:
         """Return the model's own step numbers, int64 ``[t]``."""
         return self.columns["step"].read(first, last)

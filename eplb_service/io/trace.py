@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.heat.window import Counts, HeatError, checked_heat
-from eplb_core.placement import Float64
+from eplb_core.placement import Float64, Int32
 from eplb_service.io.containers import Array
 
 Int64 = npt.NDArray[np.int64]
@@ -137,6 +137,10 @@ class Trace(ABC):
     def served_loads(self, first: int, last: int) -> Float64 | None:  # noqa: ARG002
         """Return the load of each rank during the recording, float64 ``[t, L, R]``, or ``None`` if not recorded."""
         return None
+
+    def served_placements(self, first: int, last: int) -> list[list[Int32]]:  # noqa: ARG002
+        """Return the placements ``[R, S]`` that served the steps, a list in order for each layer; empty if unknown."""
+        return []
 
     def step_numbers(self, first: int, last: int) -> Int64:
         """Return the model's own step numbers, int64 ``[t]``."""

@@ -526,8 +526,10 @@ def _row(
         Times of the slowest ranks in microseconds, one array ``[t, L]`` per chunk of steps; empty if there is no cost
         curve.
     """
-    par_L = par(loads_TLR)
+    par_TL = step_par(loads_TLR)
+    par_L = mean_par(par_TL, axis=0)
     realised = float(mean_par(par_L))
+    us_TL = np.concatenate(us) if us else None
     return ReplayedDecision(
         step=step,
         steps=len(loads_TLR),
@@ -535,7 +537,9 @@ def _row(
         par_planned=decisions[-1].par_planned if decisions else realised,
         decisions=len(decisions),
         par_realised_L=par_L,
-        us_realised_L=mean_par(np.concatenate(us), axis=0) if us else None,
+        us_realised_L=None if us_TL is None else mean_par(us_TL, axis=0),
+        par_T=mean_par(par_TL, axis=1),
+        us_T=None if us_TL is None else np.nansum(us_TL, axis=1),
         busy_L=loads_TLR.any(axis=2).sum(axis=0).astype(np.float64),
         loads_LR=loads_TLR.sum(axis=0),
         **{name: sum(getattr(decision, name) for decision in decisions) for name in _SUMMED},

@@ -11,7 +11,7 @@ from eplb_core.placement import Float64, mean_par
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Setup
 
-_EMPTY_L: Float64 = np.zeros(0)
+_EMPTY: Float64 = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class ReplayedDecision:
     us_realised_L
         float64 ``[L]``, time of each layer's slowest rank in microseconds, averaged over the served steps with tokens;
         ``None`` if there is no cost curve.
+    par_T
+        float64 ``[T]``, PAR of each served step, averaged over the layers with tokens; NaN if there are none.
+    us_T
+        float64 ``[T]``, time of the slowest ranks of all layers in each served step, in microseconds; ``None`` if there
+        is no cost curve.
     busy_L
         float64 ``[L]``, number of served steps in which each layer had tokens.
     loads_LR
@@ -75,9 +80,11 @@ class ReplayedDecision:
     forecasts: int = 0
     forecasts_held: int = 0
     decisions: int = 1
-    par_realised_L: Float64 = field(default_factory=lambda: _EMPTY_L)
+    par_realised_L: Float64 = field(default_factory=lambda: _EMPTY)
     us_realised_L: Float64 | None = None
-    busy_L: Float64 = field(default_factory=lambda: _EMPTY_L)
+    par_T: Float64 = field(default_factory=lambda: _EMPTY)
+    us_T: Float64 | None = None
+    busy_L: Float64 = field(default_factory=lambda: _EMPTY)
     loads_LR: Float64 | None = None
     floor_L: Float64 | None = None
     hindsight_L: Float64 | None = None

@@ -5,14 +5,13 @@ The file is self-contained and loads no external resources.
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 
 from eplb_core.figures import digits
 from eplb_service.replay.costs import Assumption, Costs
 from eplb_service.replay.result import PolicyReplay, Replay, Score
+from eplb_service.report.html import document, figure, folded, table, tiles, verdict
 from eplb_service.report.pictures import best_policy, pictures_of
 
 _TERMS = {
@@ -69,38 +68,18 @@ def report_page(
     sections = [
         f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(_shape(replay))}</p>',
         _tiles(replay, score, best),
-        f'<p class="verdict">{escape(_verdict(score, best))}</p>',
+        verdict(_verdict(score, best)),
     ]
     if replay.interrupted:
-        sections.append(
-            '<p class="verdict">The replay was stopped early; unfinished policies are omitted.</p>'
-        )
+        sections.append(verdict("The replay was stopped early; unfinished policies are omitted."))
     sections += [
-        _folded("Assumptions behind times and prices", assumed_costs),
-        *(_figure(pictures[name], escape(note)) for name, note in notes.items()),
+        folded("Assumptions behind times and prices", assumed_costs),
+        *(figure(pictures[name], note) for name, note in notes.items()),
         f"<h2>Figures</h2>\n{_table(replay)}",
-        _folded("Terms", _TERMS),
-        f"<h2>How to reproduce this report</h2>\n<pre>{escape(command)}</pre>\n{_folded('Trace and settings', facts)}",
+        folded("Terms", _TERMS),
+        f"<h2>How to reproduce this report</h2>\n<pre>{escape(command)}</pre>\n{folded('Trace and settings', facts)}",
     ]
-    css = files("eplb_service.report").joinpath("report.css").read_text()
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _figure(picture: str, note: str) -> str:
-    """Return a chart and its note.
-
-    The SVG is embedded as an image, so its ids cannot clash with the page's, and it cannot run scripts.
-    """
-    title = picture.partition("<title>")[2].partition("</title>")[0]
-    data = base64.b64encode(picture.encode()).decode()
-    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{title}">'
-    return f"<figure>{image}<figcaption>{note}</figcaption></figure>"
+    return document(title, sections)
 
 
 def _shape(replay: Replay) -> str:
@@ -113,39 +92,37 @@ def _shape(replay: Replay) -> str:
 
 def _tiles(replay: Replay, score: Score, best: PolicyReplay) -> str:
     """Return the main figures as tiles."""
-    tiles = {
+    values = {
         "PAR with the initial placement": f"{score.par_left_alone:.3f}",
         f"PAR with {best.label}": f"{score.par:.3f}",
         "floor: PAR that token sampling leaves, approximately": f"{score.floor:.3f}",
     }
     if score.regret is not None:
-        tiles["regret: PAR above hindsight"] = f"{score.regret:.3f}"
+        values["regret: PAR above hindsight"] = f"{score.regret:.3f}"
     reduction = 1 - score.par / score.par_left_alone
-    tiles["PAR lower than with the initial placement"] = f"{reduction:.1%}"
-    tiles |= _time_tiles(replay.costs, score, best.setup.slots)
-    boxes = (f"<div><b>{value}</b>{escape(label)}</div>" for label, value in tiles.items())
-    return f'<div class="tiles">{"".join(boxes)}</div>'
+    values["PAR lower than with the initial placement"] = f"{reduction:.1%}"
+    return tiles(values | _time_tiles(replay.costs, score, best.setup.slots))
 
 
 def _time_tiles(costs: Costs, score: Score, slots: int) -> dict[str, str]:
     """Return the times and costs that are known, in milliseconds, keyed by label."""
-    tiles = {}
+    values = {}
     if costs.step_ms and score.net_ms is not None:
         label = f"net saving per {digits(costs.step_ms)} ms step, according to the stated costs"
-        tiles[label] = f"{digits(score.net_ms)} ms"
+        values[label] = f"{digits(score.net_ms)} ms"
     estimate = costs.estimated_ms(score.par, score.par_left_alone)
     if estimate is not None:
         low, high = (digits(ms, 2) for ms in estimate)
         label = f"estimated saving per {digits(costs.step_ms)} ms step, {costs.ESTIMATE_BASIS}"
-        tiles[label] = f"{low} to {high} ms"
+        values[label] = f"{low} to {high} ms"
     if score.moe_ms is not None:
         label = "slowest ranks of all layers per step, according to the cost curve"
-        tiles[label] = f"{digits(score.moe_ms)} ms"
+        values[label] = f"{digits(score.moe_ms)} ms"
     if not costs.layer_assumed:
         switch_ms = digits(costs.stall_ms(slots, 0, 1))
         label = f"move price per expert; {switch_ms} ms per switched layer"
-        tiles[label] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
-    return tiles
+        values[label] = f"{digits(costs.stall_ms(slots, 1, 0))} ms"
+    return values
 
 
 def _verdict(score: Score, best: PolicyReplay) -> str:
@@ -165,7 +142,7 @@ def _table(replay: Replay) -> str:
     for policy in replay.policies:
         score = replay.score(policy)
         row = {
-            "policy": escape(policy.label),
+            "policy": policy.label,
             "PAR": f"{score.par:.3f}",
             "worst layer": f"{policy.par_realised_L.max():.3f}",
             "regret": "" if score.regret is None else f"{score.regret:.3f}",
@@ -180,19 +157,4 @@ def _table(replay: Replay) -> str:
         if replay.costs.step_ms and score.saved_ms is not None:
             row |= {"saved ms": digits(score.saved_ms), "stall ms": digits(score.stall_ms)}
         rows.append(row)
-    head = _cells("th", map(escape, rows[0]))
-    body = "".join(f"<tr>{_cells('td', row.values())}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _folded(summary: str, facts: Mapping[str, str]) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{_facts(facts)}</details>"
-
-
-def _cells(tag: str, texts: Iterable[str]) -> str:
-    return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    rows = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    return f"<dl>{''.join(rows)}</dl>"
+    return table(rows)

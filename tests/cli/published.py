@@ -40,6 +40,14 @@ KEYS: dict[str, dict[str, str]] = {
         "forecasts forecasts_held par seconds decisions",
         **ASSUMPTIONS,
     },
+    "prove": {
+        "": "layers experts ranks first steps slots window interval blocks arms conclusions answers measured "
+        "assumptions",
+        "arms": "arm note par gain abba share above_ours moe_ms saved_ms moves bytes_moved",
+        **{f"arms.{name}": "value low high" for name in ("gain", "abba", "share", "above_ours", "saved_ms")},
+        "answers": "requests equal tokens only_in_one difference",
+        **ASSUMPTIONS,
+    },
     "sweep": {"": "interrupted assumptions rows", "rows": f"{FIGURES} trace settings", **ASSUMPTIONS},
     "advise": {
         "": "pays share ranks_worth ranks redundant_bytes_per_rank net_ms tokens_per_second tokens_per_second_won "

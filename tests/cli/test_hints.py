@@ -49,15 +49,16 @@ def test_heat_that_no_decision_uses_gets_a_hint(capsys):
 
 @pytest.fixture
 def wide(tmp_path):
-    """Write a trace of 64 steps in which all 8 experts receive tokens."""
+    """Write a trace of 96 steps in which all 8 experts receive tokens."""
     path = tmp_path / "heat.npz"
-    np.savez(path, heat=synthetic_heat("static", 64, 1, 8, tokens=256, top_k=2, seed=3))
+    np.savez(path, heat=synthetic_heat("static", 96, 1, 8, tokens=256, top_k=2, seed=3))
     return path
 
 
 COMMANDS = {
     "solve": ("--slots", 3),
     "replay": ("--slots", 3, "--window", 16, "--interval", 16, "--policy", "none", "--workers", 1),
+    "prove": ("--slots", 3, "--window", 16, "--interval", 16, "--workers", 1),
     "sweep": ("--slots", 3, "--window", 16, "--interval", 16, "--policy", "none", "--workers", 1),
     "advise": ("--redundant", 0, "--window", 8, "--policy", "none", "--workers", 1),
 }
@@ -80,7 +81,7 @@ def test_every_planning_command_checks_the_expert_groups(command, wide, capsys):
     assert (code, "hint" in err) == (0, False)
 
 
-@pytest.mark.parametrize("command", ["replay", "sweep"])
+@pytest.mark.parametrize("command", ["prove", "replay", "sweep"])
 def test_a_window_shorter_than_the_interval_gets_a_hint(command, wide, capsys):
     code, _, err = run(capsys, command, wide, "--interval", 32)
     assert code == 0
@@ -88,10 +89,10 @@ def test_a_window_shorter_than_the_interval_gets_a_hint(command, wide, capsys):
 
 
 def test_a_window_too_long_to_compare_gets_a_hint(wide, capsys):
-    code, _, err = run(capsys, "advise", wide, "--window", 32)
+    code, _, err = run(capsys, "advise", wide, "--window", 48)
     assert code == 0
-    assert "hint: 64 steps are too few to compare schedules with --window 32" in err
-    assert "windows of at most 21 steps" in err
+    assert "hint: 96 steps are too few to compare schedules with --window 48" in err
+    assert "windows of at most 31 steps" in err
 
 
 def test_a_service_whose_window_is_shorter_than_its_interval_warns(capsys):

@@ -17,7 +17,7 @@ import pytest
 from eplb_core.cost.curve import CostCurve, write_curves
 from eplb_core.placement import Placement
 from eplb_core.planner.settings import PlannerSettings
-from eplb_service.cli import advise, main, replay, solve, sweep
+from eplb_service.cli import advise, main, prove, replay, solve, sweep
 from eplb_service.io.synthetic import synthetic_heat
 
 SHAPE = ("--ranks", "8", "--redundant", "8")
@@ -25,6 +25,7 @@ SCHEDULE = ("--window", "20", "--interval", "20", "--policy", "flashlb", "--no-h
 COMMANDS = {
     "solve": ("--heat", "heat.npz", *SHAPE, "--placement", "placement.npz"),
     "replay": ("--heat", "heat.npz", *SHAPE, *SCHEDULE),
+    "prove": ("--heat", "heat.npz", *SHAPE, "--window", "20", "--interval", "20", "--workers", "1"),
     "sweep": ("heat.npz", *SHAPE, *SCHEDULE),
     "advise": ("--heat", "heat.npz", *SHAPE, "--window", "20", "--workers", "1"),
 }
@@ -67,9 +68,9 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Yield a function that runs a command on a small trace and returns its JSON output without ``ECHOES``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("effects"))
-        for module in (advise, replay, solve, sweep):
+        for module in (advise, prove, replay, solve, sweep):
             patch.setattr(module, "compile_solver", lambda: None)
-        np.savez("heat.npz", heat=synthetic_heat("static", 40, 2, 16, tokens=256, top_k=2, seed=1))
+        np.savez("heat.npz", heat=synthetic_heat("static", 84, 2, 16, tokens=256, top_k=2, seed=1))
         np.savez("placement.npz", phy2log=Placement.linear(2, 16, 8, 3).phy2log_LRS)
         write_curves(Path("curve.json"), [CostCurve(0.0, 1.0, 0.0, 1.0)])
 

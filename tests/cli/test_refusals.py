@@ -9,7 +9,7 @@ import pytest
 
 from eplb_core.placement import Placement
 from eplb_lab.commands import bench
-from eplb_service.cli import advise, replay, solve, sweep
+from eplb_service.cli import advise, prove, replay, solve, sweep
 from eplb_service.io.synthetic import synthetic_heat
 from tests.cli.arguments import refusal
 
@@ -17,6 +17,7 @@ GOOD = {
     "solve": "--heat trace.npz --ranks 4 --slots 5 --out out.npz",
     "replay": "--heat trace.npz --ranks 4 --slots 5 --window 40 --out out.json",
     "advise": "--heat trace.npz --ranks 4",
+    "prove": "--heat trace.npz --ranks 4 --slots 5 --window 32 --interval 32",
     "sweep": "trace.npz --ranks 4 --interval 16",
     "bench": "--heat trace.npz --ranks 4 --peers none",
     "calibrate": "--out curve.json",
@@ -25,7 +26,7 @@ GOOD = {
     "slove": "",
 }
 REFUSED = (
-    ("slove", "", "No such command 'slove'. Did you mean 'solve', 'serve'?"),
+    ("slove", "", "No such command 'slove'. Did you mean 'solve', 'serve', 'prove'?"),
     ("solve", "--bogus", "No such option: --bogus"),
     ("solve", "--ranks many", "'--ranks'"),
     ("solve", "--ranks 0", "'--ranks'"),
@@ -51,6 +52,19 @@ REFUSED = (
     ("replay", "--nodes 0,0,1", "or the node of each rank"),
     ("replay", "--token-group 3", "--token-group 3 does not divide the 4 ranks evenly"),
     ("advise", "--redundant 3", "use --redundant 0, or add a multiple of 4 to it"),
+    ("prove", "decode", "give either --heat, for a recorded trace, or the name of a deployment"),
+    ("prove", "--window 40 --interval 40", "60 steps follow the first window, but a proof needs at least 64"),
+    ("prove", "--balancer greedy", "--balancer contains 'greedy'; choose from none, deepseek,"),
+    ("prove", "--balancer absent:f", "--balancer: policy absent:f: cannot import 'absent'"),
+    ("prove", "--engine-split odd", "--engine-split is 'odd'; choose one of tables, even, deal, step"),
+    ("prove", "--split odd", "split is 'odd'"),
+    ("prove", "--report page.pdf", "must end in .html"),
+    ("prove", "--recording kept.zarr", "--recording applies to a live deployment, not to --heat"),
+    ("prove", "--answers absent.json absent.json", "absent.json: cannot be read (No such file or directory)"),
+    ("prove", "--answers absent.json", "Option '--answers' requires 2 arguments"),
+    ("prove", "--slots 4,5", "a placement has a single number of slots"),
+    ("prove", "--slots 3", "12 slots cannot hold 16 experts"),
+    ("prove", "--heat idle.npz", "all of its 20 steps have zero tokens"),
     ("sweep", "idle.npz", "idle.npz: all of its 20 steps have zero tokens"),
     ("sweep", "short.npz --interval 32", "short.npz: the trace has 20 steps"),
     ("sweep", "--redundant 3", "trace.npz: 16 experts and 3 redundant ones cannot be split"),
@@ -89,7 +103,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("command", "arguments", "message"), REFUSED)
 def test_invalid_arguments_are_rejected_on_one_line(command, arguments, message, files, capsys, monkeypatch):
-    for module in (advise, bench, replay, solve, sweep):
+    for module in (advise, bench, prove, replay, solve, sweep):
         monkeypatch.setattr(module, "compile_solver", lambda: pytest.fail("the work was begun"))
     before = sorted(files.iterdir())
     # If an option is repeated, the last one counts.

@@ -24,6 +24,22 @@ def swapped(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
     return np.roll(phy2log_LRS, 1, axis=1)
 
 
+class Counting:
+    """A policy that keeps the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
+        self.calls += 1
+        return np.roll(phy2log_LRS, self.calls, axis=1)
+
+
+class Unready:
+    def __init__(self) -> None:
+        raise RuntimeError("no sources")
+
+
 def broken(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
     raise RuntimeError("out of ideas")
 
@@ -63,6 +79,15 @@ def test_replay_accepts_the_same_names() -> None:
         Job.of("a", setup, "swopper", PlannerSettings())
 
 
+def test_every_job_has_its_own_object_of_a_class() -> None:
+    name = "tests.planner.test_policies:Counting"
+    one, other = (external_policy(name) for _ in range(2))
+    assert one is not None
+    placed = one(HEAT_TLE, np.arange(4)[None, :, None])
+    assert placed.ravel().tolist() == [3, 0, 1, 2]
+    assert (one.calls, other.calls) == (1, 0)  # type: ignore[attr-defined, union-attr]
+
+
 def test_solve_accepts_every_built_in_policy() -> None:
     for name in NAMES:
         assert solve(HEAT_TLE, 4, 3, policy=name).phy2log.shape == (2, 4, 3)
@@ -75,6 +100,7 @@ def test_solve_accepts_every_built_in_policy() -> None:
         ("swopper", "unknown policy 'swopper'"),
         ("no.such:thing", "cannot import 'no.such'"),
         ("tests.planner.test_policies:nothing", "has no function 'nothing'"),
+        ("tests.planner.test_policies:Unready", "Unready cannot start .RuntimeError: no sources"),
         (broken, "policy broken failed .RuntimeError: out of ideas"),
         (lambda heat, placed: placed[:1], "returned an invalid placement"),
         (lambda heat, placed: placed * 0, "returned an invalid placement .*has no slot"),
