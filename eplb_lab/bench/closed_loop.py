@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +18,7 @@ from eplb_core.planner.settings import TABLES
 from eplb_lab.bench.contest import NONE, OURS, Contest, first_scene
 from eplb_lab.bench.decision import Decision, Float64, Scene
 from eplb_lab.bench.peers.balancers import PEERS
-from eplb_lab.bench.scoring import realised_par, rule_tables, stepwise_par
+from eplb_lab.bench.scoring import realised_par, rule_tables, stale_par, stepwise_par
 from eplb_service.replay.moves import arrivals
 
 
@@ -34,12 +36,15 @@ class Entrant:
         Keyword arguments of ``Contest.decide`` for a policy of ours.
     by_step
         True if the host splits each step's tokens optimally over the replicas.
+    stale
+        True if that split is solved on the counts of the step before.
     """
 
     label: str
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     by_step: bool = False
+    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,10 @@ LPLB = Entrant("LPLB (LP)", "SGLang deepseek", by_step=True)
 The score uses the program's optimum and does not include the time that the device takes to solve it.
 """
 OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by_step=True)
+STALE = Entrant(
+    "shares one step old (model)", OURS, {"options": {"policy": "deepseek"}}, by_step=True, stale=True
+)
+"""LPLB's class if the shares are solved on the counts of the step before, on the placements of DeepSeek's EPLB."""
 OWN = ("flashlb", "deepseek")
 """This project's policies that ``eplb bench`` compares by default."""
 
@@ -155,7 +164,12 @@ def _peer_label(name: str) -> str:
     return f"{short_name} ({engine})"
 
 
-def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]) -> dict[str, Any]:
+def compare(
+    contest: Contest,
+    scenario: Scenario,
+    taking_part: Sequence[Entrant],
+    models: Mapping[str, Callable[[Scenario], Iterator[tuple[float, int]]]] | None = None,
+) -> dict[str, Any]:
     """Run all entrants over the scenario, one after another, and return the document of ``eplb bench --json``.
 
     An entrant that fails is omitted and listed under ``failures``. Lists in the document have one entry per decision.
@@ -169,6 +183,8 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
         Heat, ranks and slots.
     taking_part
         Entrants to compare, in order.
+    models
+        Further balancers by name. Each yields the PAR and the experts fetched for each decision.
     """
     healthy = contest.warm_up(
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
@@ -186,7 +202,10 @@ def compare(contest: Contest, scenario: Scenario, taking_part: Sequence[Entrant]
             "solve_ms_mean": fmean(row["wall_seconds"][1:] or row["wall_seconds"]) * 1e3,
             "cpu_ms_mean": cpu_after_first(row) * 1e3,
         }
-        for row in loops(contest, [scenario], taking_part)
+        for row in chain(
+            loops(contest, [scenario], taking_part),
+            (_modelled(name, model, scenario) for name, model in (models or {}).items()),
+        )
     }
     # The floor is only an estimate, so cap it at the lowest PAR realised with tables. Entrants that split by step are
     # excluded, because they can go below the floor.
@@ -272,12 +291,40 @@ def _loop(contest: Contest, scenario: Scenario, entrant: Entrant) -> dict[str, A
     }
 
 
+def _modelled(
+    name: str, model: Callable[[Scenario], Iterator[tuple[float, int]]], scenario: Scenario
+) -> dict[str, Any]:
+    """Run a model over a scenario and return its result, in the form of ``_loop``. Its times include the scoring."""
+    realised, moves, cpu, wall = [], [], [], []
+    outcomes = model(scenario)
+    for _ in range(scenario.decisions):
+        cpu_start = time.process_time()
+        wall_start = time.perf_counter()
+        par, fetched = next(outcomes)
+        cpu.append(time.process_time() - cpu_start)
+        wall.append(time.perf_counter() - wall_start)
+        realised.append(par)
+        moves.append(fetched)
+    changed = [scenario.heat_TLE.shape[1]] * scenario.decisions
+    return {
+        "policy": name,
+        "source": "eplb-lab, a model",
+        "realised": realised,
+        "moves": moves,
+        "changed_layers": changed,
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
+    }
+
+
 def _par_served(
     scenario: Scenario, number: int, entrant: Entrant, decision: Decision, tables_RLE: np.ndarray
 ) -> float:
     """Return the PAR of the steps after a decision, averaged over layers."""
     served_TLE = scenario.served(number)
-    if entrant.by_step:
+    if entrant.stale:
+        par_L = stale_par(served_TLE, scenario.heat(number)[-1], decision.placement_LRS)
+    elif entrant.by_step:
         par_L = stepwise_par(served_TLE, decision.placement_LRS)
     else:
         par_L = realised_par(served_TLE, scenario.slots, tables_RLE, scenario.mix_RLE)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.placement import default_log2phy
-from eplb_core.solver.stepwise import loads_by_step
+from eplb_core.solver.stepwise import loads_by_step, slots_by_step
 from eplb_lab.bench.decision import Float64, Int32
 
 
@@ -88,6 +88,45 @@ def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Flo
     """
     loads_TLR = loads_by_step(np.ascontiguousarray(heat_TLE, dtype=np.float64), placement_LRS.copy(), False)
     return np.array([peak_to_average(loads_TR) for loads_TR in loads_TLR.transpose(1, 0, 2)])
+
+
+def stale_par(
+    heat_TLE: npt.NDArray[np.generic], before_LE: npt.NDArray[np.generic], placement_LRS: Int32
+) -> Float64:
+    """Return the mean PAR per layer if each step's tokens follow the split that was optimal for the step before.
+
+    This is LPLB's program, solved on the counts of the previous step, so that no rank waits for the current ones.
+    Tokens follow the shares exactly. An expert without tokens in the previous step is split evenly.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens per step, layer and expert.
+    before_LE
+        ``[L, E]``, tokens of the step before the first one.
+    placement_LRS
+        int32 ``[L, R, S]``, logical expert of each slot.
+
+    Examples
+    --------
+    Both ranks hold expert 0. Its tokens all went to rank 1, because expert 1 kept rank 0 busy, which now has none:
+
+    >>> heat_TLE = np.array([[[10, 0]]])
+    >>> stale_par(heat_TLE, np.array([[10, 10]]), np.array([[[0, 1], [0, 0]]], dtype=np.int32))
+    array([2.])
+    """
+    earlier_TLE = np.concatenate([before_LE[None], heat_TLE[:-1]]).astype(np.float64)
+    layers, ranks, slots = placement_LRS.shape
+    placed_LP = placement_LRS.reshape(layers, -1)
+    tokens_TLP = slots_by_step(earlier_TLE, placement_LRS.copy(), False)
+    par_L = []
+    for layer, placed_P in enumerate(placed_LP):
+        total_TP = earlier_TLE[:, layer, placed_P]
+        even_P = 1.0 / np.bincount(placed_P)[placed_P]
+        share_TP = np.where(total_TP > 0, tokens_TLP[:, layer] / np.maximum(total_TP, 1.0), even_P)
+        load_TP = share_TP * heat_TLE[:, layer, placed_P]
+        par_L.append(peak_to_average(load_TP.reshape(-1, ranks, slots).sum(axis=2)))
+    return np.array(par_L)
 
 
 def rule_tables(placement_LRS: Int32, experts: int) -> Int32:

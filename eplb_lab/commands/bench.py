@@ -38,9 +38,9 @@ class PeerOptions:
     SECTION: ClassVar[str] = "Peers"
 
     peers: str = option(
-        "vllm,vllm-ascend,sglang",
-        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Use none to "
-        "compare only our policies.",
+        "vllm,vllm-ascend,sglang,models",
+        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang; and models of "
+        "newer classes of balancers. Use none to compare only our policies.",
         metavar=SEVERAL,
     )
     fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached.")
@@ -50,22 +50,34 @@ class PeerOptions:
     )
 
     def balancers(self) -> list[str]:
-        """Return the names of the selected packages' balancers. Raises ``UserError`` if a package has no balancer."""
+        """Return the names of the selected packages' balancers, without the models.
+
+        Raises ``UserError`` if a package has no balancer.
+        """
         from eplb_lab.bench.peers.balancers import PEERS
 
-        available = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
-        names = [name.strip() for name in self.peers.split(",") if name.strip()]
+        available = [*dict.fromkeys(package.name for package, _ in PEERS.values()), "models"]
+        names = self._names
         if names == ["none"]:
             return []
         unknown = [name for name in names if name not in available]
         if unknown or not names:
             invalid = ", ".join(map(repr, unknown)) or "nothing"
             raise UserError(f"--peers contains {invalid}; choose from {', '.join(available)}, or use none")
-        if find_spec("torch") is None:
+        if names != ["models"] and find_spec("torch") is None:
             raise UserError(
                 f"the peers need torch; install it with: {install_command('peers', 'eplb-lab')}, or use --peers none"
             )
         return [name for name, (package, _) in PEERS.items() if package.name in names]
+
+    @property
+    def with_models(self) -> bool:
+        """True if the models of newer classes take part."""
+        return "models" in self._names
+
+    @property
+    def _names(self) -> list[str]:
+        return [name.strip() for name in self.peers.split(",") if name.strip()]
 
 
 @takes_options()
@@ -109,14 +121,16 @@ def bench(
     for variable in _ONE_THREAD:
         os.environ[variable] = "1"
     compile_solver()
-    from eplb_lab.bench.closed_loop import compare, entrants_of
+    from eplb_lab.bench.closed_loop import STALE, compare, entrants_of
     from eplb_lab.bench.contest import Contest
+    from eplb_lab.bench.models import MODELS
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with console.status("fetching the peers (first run only), then comparing"):
         contest = Contest(balancers, peers.index if peers.fetch else "", peers.limit_seconds, console.print)
         try:
-            document = compare(contest, scenario, entrants_of(contest, policies))
+            taking_part = [*entrants_of(contest, policies), *([STALE] if peers.with_models else [])]
+            document = compare(contest, scenario, taking_part, MODELS if peers.with_models else None)
         finally:
             contest.close()
     if json:
@@ -150,6 +164,8 @@ def _scenario(path: Path, trace: Trace, ranks: int, redundant: int | None, windo
 
 def _print(document: Mapping[str, Any]) -> None:
     """Print the comparison as a table, the failures, and an explanation of the columns."""
+    from eplb_lab.bench.models import MODELS
+
     console = output_console()
     window = document["window_steps"]
     console.print(
@@ -182,3 +198,10 @@ def _print(document: Mapping[str, Any]) -> None:
         "immediately, and the first window served is excluded. In `eplb replay`, flashlb decides when heat changes and "
         "every step counts, so its figures differ."
     )
+    if any(row["label"] in MODELS for row in rows):
+        console.print(
+            "Models are written from descriptions, and their times include the scoring. exact refresh: UltraEP's "
+            "class, replicas for each layer of each step by its exact counts, all fetched again; shares one step old: "
+            "LPLB's class, the program solved on the step before; shared pool: spare slots shared by the layers, as in "
+            "vllm-ascend #16871."
+        )

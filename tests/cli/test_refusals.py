@@ -74,7 +74,7 @@ REFUSED = (
     ("solve", "--fitted-curve", "No such option: --fitted-curve"),
     ("replay", "--no-estimate-device", "No such option: --no-estimate-device"),
     ("sweep", "--set par_threshold=low", "--set par_threshold: 'low' is not a number"),
-    ("bench", "--peers trtllm", "--peers contains 'trtllm'; choose from vllm-ascend, vllm, sglang"),
+    ("bench", "--peers trtllm", "--peers contains 'trtllm'; choose from vllm-ascend, vllm, sglang, models"),
     ("bench", "--window 60", "100 steps are fewer than two windows of 60"),
     ("calibrate", "", "give --hidden and --inter"),
     ("calibrate", "--hidden 8 --inter 8 --device moon", "device string: moon"),
