@@ -2,41 +2,17 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
 from eplb_service.replay.costs import Assumption
 from eplb_service.report.page import report_page
 from eplb_service.report.pictures import pictures_of
-from tests.report.reports import small_replay
+from tests.report.reports import Page, small_replay
 
 ASSUMPTIONS = [Assumption("link_bandwidth", "25 GB/s", "assumed <b>here</b>")]
 TITLE = "Replay of </script><script>alert(1)</script>"
 COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
-
-
-class Page(HTMLParser):
-    """A parsed page: its currently open tags, all tags with their attributes, and the text by tag."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.open = []
-        self.tags = []
-        self.texts = {}
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        tag = self.open[-1] if self.open else ""
-        self.texts[tag] = self.texts.get(tag, "") + data
 
 
 def report(replay):

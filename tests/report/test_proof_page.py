@@ -14,8 +14,7 @@ from eplb_service.replay.costs import Assumption, Costs
 from eplb_service.replay.proof import Arm, Proof
 from eplb_service.report.proof_page import conclusions, proof_page, text_rows
 from tests.cost.curves import H200
-from tests.report.reports import small_replay
-from tests.report.test_page import Page
+from tests.report.reports import Page, small_replay
 
 TITLE = "Proof for </script><script>alert(1)</script>"
 ANSWERS = Answers(2, 1, 20, 0, "request <a>, token 3")
