@@ -26,6 +26,7 @@ from benchmarks.split.measures import (
     Exactness,
     by_source,
     cost,
+    decision_cpu,
     drawn_sources,
     exactness,
     quality,
@@ -57,6 +58,7 @@ def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]
         scenario = Scenario(path.parent.name, heat_TLE, options.ranks, options.slots, options.window)
         rows = _quality(scenario, options, console)
         ratios = _by_source(scenario, source_TRLE, options, console)
+        yield from _decisions_on(scenario, options, console)
         if (scenario.name, scenario.ranks, scenario.slots) == ("gpt-oss-20b", 8, 5):
             yield from of_recorded(ratios, rows, RECORDED if options.order_seed is None else SHUFFLED)
 
@@ -91,6 +93,22 @@ def _by_source(
     title = f"{scenario.name}: PAR on the next window, {windows} windows; dealing tables: {options.deal_width} entries"
     console.print(Table(title, ["tables of each source rank", "mean over layers", "windows"], rows).drawn())
     return ratios_by_table
+
+
+def _decisions(options: argparse.Namespace, console: Console) -> Iterator[Target]:
+    for kind in ("static", "drift"):
+        heat_TLE = generate(kind, options.layers, 256, 4 * options.window, tokens=_CHOICES // 8)
+        scenario = Scenario(kind, np.ascontiguousarray(heat_TLE), 32, 9, options.window)
+        yield from _decisions_on(scenario, options, console)
+
+
+def _decisions_on(scenario: Scenario, options: argparse.Namespace, console: Console) -> Iterator[Target]:
+    milliseconds = decision_cpu(scenario, options.window, options.windows)
+    rows = [[split, *(f"{ms:.2f}" for ms in found)] for split, found in milliseconds.items()]
+    windows = [f"window {k + 1}" for k in range(options.windows)]
+    title = f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: CPU ms of a decision per layer"
+    console.print(Table(title, ["split", *windows], rows).drawn())
+    yield of_decisions(f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}", milliseconds)
 
 
 def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
@@ -161,6 +179,7 @@ _KNOWN_ENTRIES = 16
 _MAX_KNOWN_TOKENS = 194.0
 """Maximum number of tokens on the hottest rank. 182 is possible, but only a random search over placements finds it."""
 _MAX_MICROSECONDS = 200.0
+_MAX_DECISION_RATIO = 3.0
 RECORDED = {SOLVED: 1.225, DEALT: 1.20, STEPWISE: 1.03}
 """Target PAR on the next window for gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots."""
 SHUFFLED = RECORDED | {DEALT: 1.19}
@@ -201,6 +220,18 @@ def of_cost(cost: Rows) -> Iterator[Target]:
     yield _exact_to_a_token(name, row["above"])
 
 
+def of_decisions(heat: str, milliseconds: Mapping[str, Sequence[float]]) -> Target:
+    """Return the target for the CPU of a decision for the stepwise split, relative to one for tables."""
+    ratios = np.divide(milliseconds["step"], milliseconds["tables"])
+    total = sum(milliseconds["step"]) / sum(milliseconds["tables"])
+    return Target(
+        f"{heat}: CPU of a decision for the stepwise split, relative to tables",
+        f"at most {_MAX_DECISION_RATIO:g}",
+        f"{total:.2f} ({ratios.min():.2f} to {ratios.max():.2f})",
+        bool(total <= _MAX_DECISION_RATIO),
+    )
+
+
 def of_exactness(found: Sequence[Exactness]) -> Iterator[Target]:
     """Yield one target per rank count and popularity, over steps of all sizes."""
     above: dict[str, list[float]] = {}
@@ -238,7 +269,14 @@ def _at_most(name: str, limit: float, found: float) -> Target:
     return Target(name, f"at most {limit:g}", f"{found:.3f}", round(found, 3) <= limit)
 
 
-PARTS = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "exact": _exact, "example": _example}
+PARTS = {
+    "recorded": _recorded,
+    "drawn": _drawn,
+    "decisions": _decisions,
+    "cost": _cost,
+    "exact": _exact,
+    "example": _example,
+}
 
 if __name__ == "__main__":
     main()

@@ -68,6 +68,27 @@ def quality(scenario: Scenario, window: int, windows: int, seed: int = 0) -> Ite
         yield {"placement": name, **{split: float(np.mean(found)) for split, found in ratios.items()}}
 
 
+def decision_cpu(scenario: Scenario, window: int, windows: int) -> dict[str, list[float]]:
+    """Return the CPU milliseconds per layer of decisions for tables and for the stepwise split, one per window.
+
+    Each figure is the mean of two decisions: a placement from scratch, and one that starts from it on the next window.
+    Both splits decide in turn in the same process, on one thread.
+    """
+    heat_TLE = scenario.heat_TLE.astype(np.int64)
+    milliseconds: dict[str, list[float]] = {split: [] for split in ("tables", "step")}
+    for start in [0, *starts_of(len(heat_TLE), window, windows)]:
+        seen_TLE = heat_TLE[start : start + window]
+        next_TLE = heat_TLE[start + window : start + 2 * window]
+        for split, found in milliseconds.items():
+            began = time.thread_time()
+            first = solve(seen_TLE, scenario.ranks, scenario.slots, split=split, threads=1)
+            layout = {"placement": first.phy2log, "log2phy": first.log2phy}
+            solve(next_TLE, scenario.ranks, scenario.slots, split=split, threads=1, **layout)
+            found.append((time.thread_time() - began) * 1e3 / (2 * heat_TLE.shape[1]))
+    # The first window, which is measured twice, loads the kernels.
+    return {split: found[1:] for split, found in milliseconds.items()}
+
+
 def starts_of(steps: int, window: int, windows: int) -> list[int]:
     """Return the first steps of ``windows`` windows, spread evenly so that each is followed by a full window.
 

@@ -2,8 +2,8 @@
 
 A placement from scratch is built in several stages: a tree search for the replica counts, a local search from the best
 leaves, annealing if ranks have few slots, tables, and a final search that takes the tables into account. If the host
-splits every step's tokens itself, the stages that involve tables are replaced by a placement search that assumes an
-optimal split of each step (``step_search``).
+splits every step's tokens itself, the stages that involve tables are replaced by a placement search that assumes a
+nearly optimal split of each step (``step_search``).
 """
 
 from __future__ import annotations

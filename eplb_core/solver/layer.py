@@ -251,7 +251,7 @@ def _apply(
         The accepted candidate and its action.
     """
     limit = par_on(current, layer.heat.episodes, layer.deployed, params.tables) - min_gain
-    for action in dict.fromkeys((recommended, TABLES)):
+    for action in dict.fromkeys((recommended, TABLES)) if params.tables != STEPWISE else (recommended,):
         if action == FRESH:
             annealing_checked = without_vain_annealing(layer.heat.episodes, layer.deployed, params)
             candidate = from_scratch(layer, annealing_checked, slot_price)
@@ -321,7 +321,8 @@ def _holdout(
 
     # This is a generator, because the results so far determine whether a placement from scratch is made at all.
     def candidates() -> Iterator[tuple[int, float, Candidate]]:
-        yield TABLES, slot_price, with_tables(deployed.phy2log_RS, fit, params)
+        if params.tables != STEPWISE:
+            yield TABLES, slot_price, with_tables(deployed.phy2log_RS, fit, params)
         if params.local_search_steps > 0:
             for price, phy2log_RS in _shortlist_prices(fit, newer, params, slot_price, min_gain):
                 yield LOCAL, price, with_tables(phy2log_RS, fit, params)
@@ -359,11 +360,16 @@ def _shortlist_prices(
         par, moves = _without_tables(phy2log_RS, newer, fit.deployed, params)
         return par + slot_price * moves
 
-    limit = cost(fit.deployed.phy2log_RS) - min_gain
     price_K = _move_prices(slot_price, params)
     sufficient: list[tuple[float, float, Int32]] = []
+    judged_RS = fit.deployed.phy2log_RS
+    candidate_cost = cost(judged_RS)
+    limit = candidate_cost - min_gain
     for price, phy2log_RS in zip(price_K.tolist(), improved(fit, params, price_K, 1), strict=True):
-        candidate_cost = cost(phy2log_RS)
+        # Neighbouring prices often have the same placement.
+        if not np.array_equal(phy2log_RS, judged_RS):
+            judged_RS = phy2log_RS
+            candidate_cost = cost(judged_RS)
         if candidate_cost < limit:
             sufficient.append((candidate_cost, price, phy2log_RS))
     if not sufficient:

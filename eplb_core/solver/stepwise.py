@@ -2,7 +2,7 @@
 
 The algorithm brings all ranks down to a common level. A rank above the level passes tokens of an expert to another rank
 that holds the expert. That rank may in turn pass on tokens of a different expert, so tokens move along chains of
-replicas.
+replicas. One search from all ranks above the level finds a chain to every rank below it that they can reach.
 
 Sometimes no rank above the level can reach a rank below it. The ranks reached so far, the *tight set*, then hold no
 tokens that a rank outside the set could process. The mean load of the tight set is a lower bound on the level, so the
@@ -30,10 +30,8 @@ _TOLERANCE = 1e-7
 _ROUNDING = 1e-6
 """Maximum flow through a slot that counts as zero, as a fraction of the mean rank load. This matters only for
 fractional tokens."""
-_NO_HOT_RANK = -2
-"""Result of ``_reach`` if no rank is above the level."""
-_NO_COOL_RANK = -1
-"""Result of ``_reach`` if no rank below the level can be reached."""
+_NO_HOT_RANK = -1
+"""Result of ``_pass_on`` if no rank is above the level."""
 
 
 class Replicas(NamedTuple):
@@ -47,6 +45,11 @@ class Replicas(NamedTuple):
     """int32 ``[E + 1]``, start of each expert's slots in ``slot_P``."""
     slot_P: Int32
     """int32 ``[P]``, physical slots ordered by expert."""
+    first_R1: Int32
+    """int32 ``[R + 1]``, start of each rank's slots in ``shared_P``."""
+    shared_P: Int32
+    """int32 ``[P]``, slots of experts with at least two replicas, ordered by rank. Only these can pass on tokens.
+    Entries from ``first_R1[R]`` on are unused."""
     from_slot_R: Int32
     """int32 ``[R]``, slot through which each reached rank receives tokens."""
     giver_E: Int32
@@ -65,13 +68,24 @@ def replicas_in(phy2log_RS: Int32, experts: int) -> Replicas:
     ranks, slots = phy2log_RS.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     rank_P = np.empty(ranks * slots, dtype=np.int32)
-    for p in range(rank_P.shape[0]):
-        rank_P[p] = p // slots
+    first_R1 = np.zeros(ranks + 1, dtype=np.int32)
+    shared_P = np.zeros(ranks * slots, dtype=np.int32)
+    shared = 0
+    for r in range(ranks):
+        for s in range(slots):
+            rank_P[r * slots + s] = r
+            expert = phy2log_RS[r, s]
+            if first_E1[expert + 1] - first_E1[expert] > 1:
+                shared_P[shared] = r * slots + s
+                shared += 1
+        first_R1[r + 1] = shared
     return Replicas(
         rank_P,
         phy2log_RS.ravel().copy(),
         first_E1,
         slot_P,
+        first_R1,
+        shared_P,
         np.empty(ranks, dtype=np.int32),
         np.empty(experts, dtype=np.int32),
         np.zeros(ranks, dtype=np.bool_),
@@ -129,7 +143,6 @@ def level(replicas: Replicas, flow_P: Float64, load_R: Float64, whole: bool) -> 
         True if tokens are whole numbers and must remain so.
     """
     ranks = load_R.shape[0]
-    slots = flow_P.shape[0] // ranks
     total = 0.0
     for r in range(ranks):
         total += load_R[r]
@@ -140,12 +153,10 @@ def level(replicas: Replicas, flow_P: Float64, load_R: Float64, whole: bool) -> 
     for r in range(ranks):
         tight_R[r] = False
     while True:
-        cool_rank = _reach(replicas, flow_P, load_R, target, tolerance, slots)
-        if cool_rank >= 0:
-            _push(replicas, flow_P, load_R, cool_rank, target)
-        elif cool_rank == _NO_HOT_RANK:
+        chains = _pass_on(replicas, flow_P, load_R, target, tolerance)
+        if chains == _NO_HOT_RANK:
             return target
-        else:
+        if chains == 0:
             held = 0.0
             count = 0
             for r in range(ranks):
@@ -173,21 +184,13 @@ def _any_above(load_R: Float64, bound: float) -> bool:
 
 
 @kernel
-def _reach(
-    replicas: Replicas,
-    flow_P: Float64,
-    load_R: Float64,
-    target: float,
-    tolerance: float,
-    slots: int,
-) -> int:
-    """Search breadth-first from all ranks above the target for a rank below it.
+def _pass_on(replicas: Replicas, flow_P: Float64, load_R: Float64, target: float, tolerance: float) -> int:
+    """Search breadth-first from all ranks above the target, and move tokens to every rank below it that is reached.
 
     Returns
     -------
     int
-        The rank; ``_NO_HOT_RANK`` if no rank is above the target, or ``_NO_COOL_RANK`` if no rank below it can be
-        reached.
+        Number of ranks below the target that were reached; ``_NO_HOT_RANK`` if no rank is above the target.
     """
     ranks = load_R.shape[0]
     if not _any_above(load_R, target + tolerance):
@@ -201,41 +204,45 @@ def _reach(
             replicas.from_slot_R[r] = -1
             replicas.queue_R[tail] = r
             tail += 1
+    chains = 0
     head = 0
     while head < tail:
         rank = replicas.queue_R[head]
         head += 1
-        for slot in range(rank * slots, (rank + 1) * slots):
+        for j in range(replicas.first_R1[rank], replicas.first_R1[rank + 1]):
+            slot = replicas.shared_P[j]
             e = replicas.expert_P[slot]
-            first = replicas.first_E1[e]
-            end = replicas.first_E1[e + 1]
-            if end - first < 2 or flow_P[slot] <= tolerance or replicas.giver_E[e] >= 0:
+            if flow_P[slot] <= tolerance or replicas.giver_E[e] >= 0:
                 continue
             replicas.giver_E[e] = slot
-            for k in range(first, end):
+            for k in range(replicas.first_E1[e], replicas.first_E1[e + 1]):
                 next_slot = replicas.slot_P[k]
-                next_rank: int = replicas.rank_P[next_slot]
+                next_rank = replicas.rank_P[next_slot]
                 if replicas.reached_R[next_rank]:
                     continue
                 replicas.reached_R[next_rank] = True
                 replicas.from_slot_R[next_rank] = next_slot
                 if load_R[next_rank] < target - tolerance:
-                    return next_rank
+                    _push(replicas, flow_P, load_R, next_rank, target)
+                    chains += 1
                 replicas.queue_R[tail] = next_rank
                 tail += 1
-    return _NO_COOL_RANK
+    return chains
 
 
 @part
 def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool_rank: int, target: float) -> None:
-    """Move tokens along the chain that ends at ``cool_rank``, limited by the smallest flow on the chain."""
+    """Move tokens along the chain that ends at ``cool_rank``, limited by the smallest flow on the chain.
+
+    Nothing moves if chains that were found earlier have used up the tokens above the target.
+    """
     amount = target - load_R[cool_rank]
     rank = cool_rank
     while replicas.from_slot_R[rank] >= 0:
         giver = replicas.giver_E[replicas.expert_P[replicas.from_slot_R[rank]]]
         amount = min(amount, flow_P[giver])
         rank = replicas.rank_P[giver]
-    amount = min(amount, load_R[rank] - target)
+    amount = max(min(amount, load_R[rank] - target), 0.0)
     load_R[rank] -= amount
     load_R[cool_rank] += amount
     rank = cool_rank

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.split.__main__ import of_drawn, of_exactness
+from benchmarks.split.__main__ import of_decisions, of_drawn, of_exactness
 from benchmarks.split.measures import (
     EVEN_SHARES,
     FOR_EVEN,
@@ -16,6 +16,7 @@ from benchmarks.split.measures import (
     TABLES,
     Exactness,
     by_source,
+    decision_cpu,
     drawn_sources,
     loads_by_table,
     routed_sources,
@@ -74,6 +75,15 @@ def test_every_recorded_choice_belongs_to_the_rank_of_its_request(tmp_path: Path
 def test_ratios_of_drawn_steps_meet_or_miss_their_targets(even: float, stepwise: float, met: bool) -> None:
     rows = [{"placement": name, EVEN_SHARES: even, STEPWISE: stepwise} for name in (FOR_EVEN, FOR_STEPS)]
     assert [target.met for target in of_drawn("steps", rows)] == [met, met]
+
+
+def test_the_cpu_of_decisions_is_compared_over_all_windows() -> None:
+    heat_TLE = np.random.default_rng(0).multinomial(64, np.full(6, 1 / 6), (12, 1))
+    found = decision_cpu(Scenario("small", heat_TLE, 4, 2, 4), window=4, windows=2)
+    assert all(len(milliseconds) == 2 and min(milliseconds) > 0 for milliseconds in found.values())
+    within = of_decisions("heat", {"tables": [1.0, 3.0], "step": [4.0, 6.0]})
+    assert (within.met, within.found) == (True, "2.50 (2.00 to 4.00)")
+    assert not of_decisions("heat", {"tables": [1.0, 3.0], "step": [4.0, 9.0]}).met
 
 
 def test_a_single_step_over_one_token_above_the_optimum_misses_the_target() -> None:
