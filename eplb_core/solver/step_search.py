@@ -158,10 +158,9 @@ def _step_search(
     trial = _Tokens(tokens.flow_PN.copy(), tokens.load_RN.copy())
     shared_E = np.zeros(scaled_EN.shape[0], dtype=np.int32)
     shared = _list_shared(replicas, shared_E)
-    peak_N = np.zeros(share_N.shape[0], dtype=np.float32)
     for _ in range(_FIRST_SWEEPS):
         _relax(replicas, shared_E, shared, tokens, slots)
-    ratio = _ratio_of(tokens.load_RN, share_N, peak_N)
+    ratio = _ratio_of(tokens.load_RN, share_N)
     moves = slots_away(current_RS, home_ER)
     cheapest = nothing_visited(price_K, current_RS)
     record_visit(cheapest, current_RS, ratio, moves, _MIN_SAVING)
@@ -177,28 +176,39 @@ def _step_search(
         extra_moves = _extra_moves(home_ER, change, slots)
         bound = ratio - price * extra_moves + bearable(temperature, state_1)
         _copy_split(tokens, trial, replicas, shared_E, shared, change)
-        if change.origin < 0 and replicas.count_E[change.incoming] == 1:
-            shared_E[shared] = change.incoming
-            shared += 1
-        _apply_change(replicas, trial, change, slots)
-        for _ in range(_SWEEPS):
-            _relax(replicas, shared_E, shared, trial, slots)
-        trial_ratio = _ratio_of(trial.load_RN, share_N, peak_N)
+        trial_ratio = _ratio_after(replicas, trial, shared_E, shared, share_N, change, slots)
         if trial_ratio > bound:
             _undo_change(replicas, change)
-            if change.origin < 0 and replicas.count_E[change.incoming] == 1:
-                shared -= 1
             continue
         _copy_split(trial, tokens, replicas, shared_E, shared, change)
         current_RS[change.target // slots, change.target % slots] = change.incoming
         if change.origin >= 0:
             current_RS[change.origin // slots, change.origin % slots] = change.outgoing
-        else:
-            shared = _list_shared(replicas, shared_E)
+        shared = _list_shared(replicas, shared_E)
         ratio = trial_ratio
         moves += extra_moves
         record_visit(cheapest, current_RS, ratio, moves, _MIN_SAVING)
     return cheapest.placement_KRS
+
+
+@kernel
+def _ratio_after(
+    replicas: _Replicas,
+    tokens: _Tokens,
+    shared_E: Int32,
+    shared: int,
+    share_N: Float32,
+    change: _Change,
+    slots: int,
+) -> float:
+    """Apply a change, relax the splits and return the PAR. ``shared_E`` has room for one more expert."""
+    if change.origin < 0 and replicas.count_E[change.incoming] == 1:
+        shared_E[shared] = change.incoming
+        shared += 1
+    _apply_change(replicas, tokens, change, slots)
+    for _ in range(_SWEEPS):
+        _relax(replicas, shared_E, shared, tokens, slots)
+    return _ratio_of(tokens.load_RN, share_N)
 
 
 @kernel
@@ -276,8 +286,9 @@ def _balance(flow_PN: Float32, load_RN: Float32, slot_a: int, slot_b: int, slots
 
 
 @kernel
-def _ratio_of(load_RN: Float32, share_N: Float32, peak_N: Float32) -> float:
-    """Return the PAR: the weighted mean of the scenarios' peak loads. ``peak_N`` is scratch memory."""
+def _ratio_of(load_RN: Float32, share_N: Float32) -> float:
+    """Return the PAR: the weighted mean of the scenarios' peak loads."""
+    peak_N = np.empty(share_N.shape[0], dtype=np.float32)
     set_row(peak_N, load_RN[0])
     for r in range(1, load_RN.shape[0]):
         for n in range(peak_N.shape[0]):

@@ -67,7 +67,7 @@ def test_relaxed_splits_match_the_slow_twin_and_bound_the_optimum(case: Case, se
     np.testing.assert_allclose(
         tokens.load_RN, relaxed.loads(phy2log_RS, heat.scaled_EN, sweeps), atol=1e-4 * case.ranks
     )
-    ratio = _ratio_of(tokens.load_RN, heat.share_N, np.zeros(len(heat.share_N), dtype=np.float32))
+    ratio = _ratio_of(tokens.load_RN, heat.share_N)
     assert ratio == pytest.approx(float(heat.share_N @ tokens.load_RN.max(axis=0)), abs=1e-5)
     if heat.share_N.any():
         assert ratio >= mean_optimum(phy2log_RS, heat.scaled_EN, heat.share_N) - 1e-5
