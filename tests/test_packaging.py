@@ -34,7 +34,7 @@ CORE = PROJECTS["eplb_core"]
 LAB = PROJECTS["eplb_lab"]
 SERVICE = PROJECTS["eplb_service"]
 AGENT = PROJECTS["worker_agent"]
-FOUND_IN_PLACE = {"torch", "torch_npu", "vllm", "vllm_ascend", "sglang"}
+FOUND_IN_PLACE = {"torch", "torch_npu", "triton", "vllm", "vllm_ascend", "sglang"}
 """Packages that an inference engine provides. They are never requirements."""
 ONLINE_ONLY = {"google.protobuf", "grpc", "pydantic"}
 """Packages that the wire format and curve files need. Offline decisions do not."""

@@ -43,11 +43,17 @@ def _log_to(engine: str) -> None:
 
 
 _HOOKS = {
-    "full": "worker_agent.adapters.{engine}.hooks",
-    "policy": "worker_agent.policy.{engine}",
-    "observe": "worker_agent.observe.{engine}",
+    ("full", "vllm"): "worker_agent.adapters.vllm.hooks",
+    ("full", "vllm_ascend"): "worker_agent.adapters.vllm_ascend.hooks",
+    ("full", "sglang"): "worker_agent.adapters.sglang.hooks",
+    ("policy", "vllm"): "worker_agent.policy.vllm",
+    ("policy", "vllm_ascend"): "worker_agent.policy.vllm_ascend",
+    ("policy", "sglang"): "worker_agent.policy.sglang",
+    ("observe", "vllm"): "worker_agent.observe.vllm",
+    ("observe", "vllm_ascend"): "worker_agent.observe.vllm_ascend",
+    ("observe", "sglang"): "worker_agent.observe.sglang",
 }
-"""Module that installs each mode into an engine."""
+"""Module that installs each mode into each engine."""
 _EFFECTS = {
     "full": "balances the expert-parallel layers of",
     "policy": "decides for the EPLB of",
@@ -90,7 +96,7 @@ def register_sglang() -> None:
 
 def _install(mode: Mode, engine: str, description: str) -> None:
     """Install a mode into an engine once per process."""
-    hooks = _HOOKS[mode].format(engine=engine)
+    hooks = _HOOKS[mode, engine]
     if hooks in _installed:
         return
     importlib.import_module(hooks).install()
