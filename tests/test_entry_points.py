@@ -11,6 +11,8 @@ from eplb_service.cli.main import COMMANDS
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
+IMPORTED_BY_ENGINES = {f"worker_agent.policy.connectors.{name}" for name in ("mlb", "vllm_49700")}
+"""Modules that the user names in an engine's configuration."""
 PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml", "packaging/eplb-lab/pyproject.toml")
 
 
@@ -64,4 +66,4 @@ def test_every_module_is_reachable() -> None:
             reached.add(name)
             ahead |= {name.rpartition(".")[0]} | (names_in(sources[name]) if name in sources else set())
     assert len(sources) > 100
-    assert sources.keys() - reached == set()
+    assert sources.keys() - reached == IMPORTED_BY_ENGINES

@@ -124,7 +124,9 @@ class Agreement:
         ndarray or None
             int64 ``[L, P]``; ``None`` on all ranks if the engine's own policy must decide.
         """
-        decided = self._decide(heat_NLE, old_LP, ranks, nodes, timed) if self.is_first else None
+        decided = (
+            self.decided_here(heat_NLE, old_LP, ranks, nodes=nodes, timed=timed) if self.is_first else None
+        )
         return self.share(decided, old_LP.shape)
 
     def share(self, decided: Int64 | None, shape: tuple[int, ...]) -> Int64 | None:
@@ -136,9 +138,19 @@ class Agreement:
         dist.broadcast(message, src=self._first, group=self._group)
         return message[1:].numpy().reshape(shape) if message[0] else None
 
-    def _decide(
-        self, heat_NLE: npt.NDArray[np.generic], old_LP: Int64, ranks: int, nodes: int, timed: bool
+    def decided_here(
+        self,
+        heat_NLE: npt.NDArray[np.generic],
+        old_LP: Int64,
+        ranks: int,
+        *,
+        nodes: int = 1,
+        timed: bool = True,
     ) -> Int64 | None:
+        """Decide without telling the other ranks. Only the first rank may call this, from any thread.
+
+        The arguments are those of ``placement``. The result must be passed to ``share``.
+        """
         if self._remote is not None:
             try:
                 return self._remote(heat_NLE, old_LP, ranks, nodes, timed)

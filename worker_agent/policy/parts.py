@@ -28,6 +28,22 @@ def parts_of_window(window_TX: torch.Tensor, parts: int) -> torch.Tensor:
     )
 
 
+def heat_of_slots(counts_NLP: torch.Tensor, phy2log_LP: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the counts of slots as counts of experts, int64 ``[N, L, experts]``; empty slots (-1) do not count.
+
+    Examples
+    --------
+    Expert 1 is in two slots, and the third slot is empty:
+
+    >>> heat_of_slots(torch.tensor([[[1, 2, 3, 4]]]), torch.tensor([[0, 1, -1, 1]]), 2).tolist()
+    [[[1, 6]]]
+    """
+    slot_LP = phy2log_LP.long().masked_fill(phy2log_LP < 0, experts)
+    heat_NLE = counts_NLP.new_zeros((*counts_NLP.shape[:2], experts + 1), dtype=torch.int64)
+    heat_NLE.scatter_add_(2, slot_LP.expand_as(counts_NLP), counts_NLP.long())
+    return heat_NLE[..., :experts].contiguous()
+
+
 def without_copies(heat_NLE: npt.NDArray[Any], ranks: int) -> npt.NDArray[Any]:
     """Return the tokens if every rank counted all of them, so that vLLM's sum over the ranks contains each R times.
 

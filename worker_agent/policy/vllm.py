@@ -17,7 +17,7 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import step_split
 from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.initial_placement import InitialPlacementError, read_initial_placement
-from worker_agent.policy.parts import parts_of_window, without_copies
+from worker_agent.policy.parts import heat_of_slots, parts_of_window, without_copies
 from worker_agent.policy.service import service_decision
 from worker_agent.settings import AgentSettings
 from worker_agent.step_split import StepSplitSetting, is_requested
@@ -145,7 +145,6 @@ def install() -> None:
     PlannerPolicy.fallback = EPLB_POLICIES[_KEY]
     EPLB_POLICIES[_KEY] = PlannerPolicy
     add_model = EplbState.add_model
-    rearrange = EplbState.rearrange
 
     @wraps(add_model)
     def add_model_and_join(
@@ -166,16 +165,25 @@ def install() -> None:
             # vLLM then rearranges after the first step.
             self.expert_rearrangement_step = max(0, self.expert_rearrangement_step_interval - 1)
 
+    EplbState.add_model = add_model_and_join
+    hand_over_windows(settings.window_parts)
+
+
+def hand_over_windows(parts: int) -> None:
+    """Patch vLLM's ``EplbState.rearrange`` so that it hands the window to ``PlannerPolicy`` in parts."""
+    from vllm.distributed.eplb.eplb_state import EplbState
+
+    rearrange = EplbState.rearrange
+
     @wraps(rearrange)
     def rearrange_by_parts(
         self: Any, is_profile: bool = False, rank_mapping: Any = None, *rest: Any, **keywords: Any
     ) -> Any:
         PlannerPolicy._leave_to_vllm = is_profile or rank_mapping is not None
         if not PlannerPolicy._leave_to_vllm and not any((*rest, *keywords.values())):
-            PlannerPolicy._windows = _windows_of(self, settings.window_parts)
+            PlannerPolicy._windows = _windows_of(self, parts)
         return rearrange(self, is_profile, rank_mapping, *rest, **keywords)
 
-    EplbState.add_model = add_model_and_join
     EplbState.rearrange = rearrange_by_parts
 
 
@@ -308,12 +316,8 @@ def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor
         valid = min(rows, state.expert_rearrangement_step_interval)
         older_LP = ordered_TLP[: rows - valid].sum(dim=0, keepdim=True)
         counts_NLP = torch.cat([older_LP, parts_of_window(ordered_TLP[rows - valid :], parts)]).long()
-        experts = model_state.model.num_logical_experts
-        slot_LP = model_state.physical_to_logical_map[:, : window_TLP.shape[2]].long()
-        slot_LP = slot_LP.masked_fill(slot_LP < 0, experts)
-        heat_NLE = counts_NLP.new_zeros((*counts_NLP.shape[:2], experts + 1))
-        heat_NLE.scatter_add_(2, slot_LP.expand_as(counts_NLP), counts_NLP)
-        heat_NLE = heat_NLE[..., :experts].contiguous()
+        slots_LP = model_state.physical_to_logical_map[:, : window_TLP.shape[2]]
+        heat_NLE = heat_of_slots(counts_NLP, slots_LP, model_state.model.num_logical_experts)
         dist.all_reduce(heat_NLE, group=get_ep_group().device_group)
         heat_NLE = heat_NLE.cpu()
         windows.append((heat_NLE.sum(dim=0), heat_NLE[1:]))
