@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: device-checks screenshots proofs properties attack help size idiom stack dashboard notebook pythons demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-scale bench-engine
+.PHONY: conformance test-engines known-engines explore simulate fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-split bench-emulated bench-scale bench-engine
 
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ test-oldest: ## run the tests with the oldest dependencies that the packages all
 
 test-engines: warm ## balance real vLLM and SGLang engines on CPU; installs the engines once per machine (gigabytes, minutes)
 	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
+
+conformance: $(READY) ## move experts by the own EPLB of vLLM and SGLang on CPU and compare tokens; ARGS="--engine vllm --scenarios rotate"
+	@$(BIN)/python -m tests.engines.conformance_on_cpu $(ARGS)
 
 device-checks: $(READY) ## run every check that needs a GPU or NPU in at most eight minutes, as one table; exits with 2 without a device
 	@$(BIN)/python -m tools.device_checks $(ARGS)

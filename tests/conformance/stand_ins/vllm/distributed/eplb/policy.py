@@ -1,0 +1,1 @@
+EPLB_POLICIES = {"default": None}
