@@ -26,12 +26,19 @@ class Block(torch.nn.Module):
         self.topk = TopK()
 
 class LookingBlock(Block):
-    def forward(self, hidden):
+    def forward_deepep(self, hidden):
         return self.topk(hidden, expert_location_dispatch_info=ExpertLocationDispatchInfo.init_new(layer_id=0))
 
 class Inheriting(LookingBlock):
+    def forward(self, hidden):
+        return self.forward_deepep(hidden)
+
+class LooksElsewhere(Block):
     def forward_deepep(self, hidden):
-        return super().forward(hidden)
+        return self.topk(hidden)
+
+    def forward_mega_moe(self, hidden):
+        return self.topk(hidden, expert_location_dispatch_info=ExpertLocationDispatchInfo.init_new(layer_id=0))
 """
 
 
@@ -45,21 +52,26 @@ def runner(device="cuda", *, speculative=False):
 
 @pytest.mark.parametrize("release", [*OLDER, "0.5.23"])
 @pytest.mark.parametrize(
-    ("runner", "reason"),
+    ("runner", "all_to_all", "reason"),
     [
-        (runner(), None),
-        (runner("cpu"), r"on cpu\. This release maps chosen experts to slots on GPUs only"),
-        (runner("npu"), r"on npu\. This release maps"),
-        (runner(speculative=True), r"speculative decoding with SGLang .*without --speculative-algorithm"),
+        (runner(), "deepep", None),
+        (runner(), "none", r"without an all-to-all\. In most models .*--moe-a2a-backend deepep"),
+        (runner("cpu"), "deepep", r"on cpu\. This release maps chosen experts to slots on GPUs only"),
+        (runner("npu"), "deepep", r"on npu\. This release maps"),
+        (
+            runner(speculative=True),
+            "deepep",
+            r"speculative decoding with SGLang .*without --speculative-algorithm",
+        ),
     ],
-    ids=["cuda", "cpu", "npu", "speculative"],
+    ids=["cuda", "no all-to-all", "cpu", "npu", "speculative"],
 )
-def test_devices_and_draft_models_that_miss_the_tables_are_refused_in_older_releases(runner, reason, release):
+def test_what_does_not_use_the_tables_is_refused_in_older_releases(runner, all_to_all, reason, release):
     if reason is None or release == "0.5.23":
-        refuse_runner(release, runner)
+        refuse_runner(release, runner, all_to_all)
     else:
         with pytest.raises(UnsupportedEngineError, match=reason) as refusal:
-            refuse_runner(release, runner)
+            refuse_runner(release, runner, all_to_all)
         assert f"SGLang {release}" in str(refusal.value)
         assert "Install SGLang 0.5.23" in str(refusal.value)
 
@@ -77,13 +89,16 @@ def blocks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("release", [*OLDER, "0.5.23"])
-@pytest.mark.parametrize(("block", "fits"), [("Block", False), ("LookingBlock", True), ("Inheriting", True)])
+@pytest.mark.parametrize(
+    ("block", "fits"),
+    [("Block", False), ("LookingBlock", True), ("Inheriting", True), ("LooksElsewhere", False)],
+)
 def test_models_that_look_up_no_expert_locations_are_refused_in_older_releases(block, fits, release, blocks):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), getattr(blocks, block)())
     if fits or release == "0.5.23":
         refuse_unmapped_model(release, model)
     else:
-        reason = rf"Block \(1\) in SGLang {release}\. Its code passes no expert locations"
+        reason = rf"{block} \(1\) in SGLang {release}\. Its code passes no expert locations"
         with pytest.raises(UnsupportedEngineError, match=reason):
             refuse_unmapped_model(release, model)
 
@@ -93,7 +108,7 @@ def put_configuration(monkeypatch, release, parallel):
     moe = SimpleNamespace(
         enable_eplb=True,
         ep_dispatch_algorithm="dynamic",
-        moe_a2a_backend="none",
+        moe_a2a_backend="deepep",
         expert_distribution_recorder_mode="stat",
         elastic_ep_backend=None,
         kt_weight_path=None,

@@ -68,20 +68,17 @@ _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
 """
-
-
-def _sglang(release: str) -> Engine:
-    packages = (f"sglang=={release}", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split())
-    return Engine(f"sglang-{release}", packages, base="vllm-0.32.0")
-
-
-SGLANG_0521, SGLANG_0522, SGLANG_0523 = map(_sglang, ("0.5.21", "0.5.22", "0.5.23"))
+SGLANG_0523 = Engine(
+    "sglang-0.5.23",
+    ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
+    base="vllm-0.32.0",
+)
 """SGLang with the CPU torch of vLLM's environment, because its own kernels and torch are for accelerators."""
 ENGINES = {
     engine.name: engine
     for engine in (
         *(VLLM_032, VLLM_032_TRITON, VLLM_030, VLLM_031, VLLM_033, VLLM_023, VLLM_023_SERVED, VLLM_018),
-        *(SGLANG_0521, SGLANG_0522, SGLANG_0523),
+        SGLANG_0523,
     )
 }
 

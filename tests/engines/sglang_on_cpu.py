@@ -10,13 +10,10 @@ import os
 
 import torch
 
-_TOPK = "sglang.srt.layers.moe.topk"
-
 
 def register() -> None:
     """Patch this process. SGLang calls this function in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.version import __version__
 
     native = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(native, _experts_of_this_rank, HookType.AROUND)
@@ -33,27 +30,10 @@ def register() -> None:
         HookRegistry.register(algorithm, measure_sglang, HookType.AROUND)
         routing = "sglang.srt.layers.moe.topk._post_process_topk_ids"
         HookRegistry.register(routing, measure_sglang_routing, HookType.AFTER)
-    if __version__.startswith(("0.5.21", "0.5.22")):
-        from worker_agent.adapters.sglang import older_releases
-
-        HookRegistry.register(f"{_TOPK}._post_process_topk_ids", _map_choices, HookType.AROUND)
-        older_releases._MAPPING_DEVICES = ("cpu",)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
         from commit_without_weights import commit_without_weights
 
         commit_without_weights()
-
-
-def _map_choices(original, *arguments, **named):
-    """Map choices to slots as releases before 0.5.23 do on GPUs; on CPU, these releases do not map them."""
-    from sglang.srt.layers.moe import topk
-
-    ids_TK, weights_TK, recorded_TK = original(*arguments, **named)
-    info = named["expert_location_dispatch_info"]
-    if info is not None:
-        ids_TK = recorded_TK = topk.topk_ids_logical_to_physical(ids_TK, info)
-        topk._mask_topk_ids_padded_region(ids_TK, named["num_token_non_padded"])
-    return ids_TK, weights_TK, recorded_TK
 
 
 def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):

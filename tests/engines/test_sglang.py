@@ -13,7 +13,7 @@ from tests.engines.engine_checks import (
     check_without_a_service,
     in_engine,
 )
-from tests.engines.environments import SGLANG_0521, SGLANG_0522, SGLANG_0523
+from tests.engines.environments import SGLANG_0523
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -23,8 +23,6 @@ TWO_ATTENTION_RANKS = TWO_TENSOR_RANKS | {"attn_dp_size": 2}
 CASES = {
     "tp2": (SGLANG_0523, TWO_TENSOR_RANKS),
     "attention-dp2": (SGLANG_0523, TWO_ATTENTION_RANKS),
-    "0.5.22-tp2": (SGLANG_0522, TWO_TENSOR_RANKS),
-    "0.5.21-tp2": (SGLANG_0521, TWO_TENSOR_RANKS),
 }
 EACH_CASE = pytest.mark.parametrize(("engine", "parallel"), CASES.values(), ids=CASES)
 LOAD = {"requests": 8, "max_tokens": 120, "rounds": 4}

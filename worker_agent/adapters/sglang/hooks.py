@@ -69,8 +69,8 @@ def _make_host(original: _Call, runner: Any) -> None:
             "With only some of the hooks, the agent would miss changes that SGLang makes",
             "See SGLang's log for 'Failed to apply hooks'",
         )
-    refuse_runner(_release(), runner)
     options = SglangOptions.of_this_process(_release())
+    refuse_runner(_release(), runner, options.all_to_all)
     options.check(allow_unverified=AgentSettings().allow_unverified_engine)
     runner.eplb_manager = SglangHost(runner, options)
 

@@ -1,4 +1,4 @@
-"""Refusals for SGLang 0.5.21 and 0.5.22, in which not every device, draft model and model uses the expert tables."""
+"""Refusals for SGLang 0.5.21 and 0.5.22, in which many models, devices and draft layers bypass the expert tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MAPPING_DEVICES = ("cuda",)
 _REMEDY = "Install SGLang 0.5.23"
 
 
-def refuse_runner(release: str, runner: Any) -> None:
-    """Refuse devices and draft models that work with the agent only in a later release.
+def refuse_runner(release: str, runner: Any, all_to_all: str) -> None:
+    """Refuse devices, dispatches and draft models that work with the agent only in a later release.
 
     Raises ``UnsupportedEngineError`` before the model is loaded.
 
@@ -24,6 +24,8 @@ def refuse_runner(release: str, runner: Any) -> None:
         SGLang's release.
     runner
         SGLang's ``ModelRunner`` for the target model.
+    all_to_all
+        ``moe_a2a_backend``.
     """
     if release not in _OLDER:
         return
@@ -34,6 +36,12 @@ def refuse_runner(release: str, runner: Any) -> None:
                 f"SGLang {release} on {runner.device}",
                 "This release maps chosen experts to slots on GPUs only",
                 _REMEDY,
+            ),
+            (
+                all_to_all == "none",
+                f"SGLang {release} without an all-to-all",
+                "In most models of this release, tokens then go to slots by expert number instead of by the tables",
+                f"{_REMEDY}, start with --moe-a2a-backend deepep",
             ),
             (
                 not runner.spec_algorithm.is_none(),
@@ -74,8 +82,6 @@ def refuse_unmapped_model(release: str, model: Any) -> None:
 
 
 def _looks_up_locations(layer: type) -> bool:
-    return any(
-        "ExpertLocationDispatchInfo" in inspect.getsource(owner)
-        for owner in layer.__mro__
-        if owner.__module__.startswith("sglang.")
-    )
+    """Return True if the layer's computation with DeepEP looks up expert locations."""
+    methods = (getattr(layer, name, None) for name in ("forward_deepep", "_forward_deepep"))
+    return any(method and "ExpertLocationDispatchInfo" in inspect.getsource(method) for method in methods)
