@@ -36,14 +36,14 @@ LARGE_MODULES = f"modules over {LARGE_MODULE_TOKENS:,} tokens"
 ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
 
 LIMITS = {
-    "code tokens of core, service and agent": Limit(215_000, 262_000),
-    "code tokens with the lab": Limit(240_000, 308_000),
-    LONG_FUNCTIONS: Limit(4, 4),
-    WIDE_FUNCTIONS: Limit(7, 8),
+    "code tokens of core, service and agent": Limit(215_000, 300_000),
+    "code tokens with the lab": Limit(240_000, 357_000),
+    LONG_FUNCTIONS: Limit(4, 6),
+    WIDE_FUNCTIONS: Limit(7, 12),
     LARGE_MODULES: Limit(7, 7),
     "planner settings": Limit(18, 19),
     "service settings": Limit(28, 30),
-    "agent settings": Limit(22, 24),
+    "agent settings": Limit(30, 31),
     "lines of eplb replay --help": Limit(130, 143),
     "lines of eplb serve --help": Limit(190, 209),
     "files of a setting": Limit(13, 14),

@@ -38,7 +38,7 @@ def sglang(monkeypatch):
             registered[target] = (hook, kind)
             cls._patched.add(target)
 
-    moe = SimpleNamespace(elastic_ep_backend=None, ep_dispatch_algorithm="dynamic")
+    moe = SimpleNamespace(elastic_ep_backend=None, ep_dispatch_algorithm="dynamic", moe_a2a_backend="none")
     old_LP = torch.tensor(OLD)
     metadata = SimpleNamespace(physical_to_logical_map=old_LP, physical_to_logical_map_cpu=old_LP)
     fakes = SimpleNamespace(registered=registered, registry=HookRegistry, moe=moe, metadata=metadata)
@@ -159,3 +159,13 @@ def test_a_hook_that_was_not_applied_stops_the_engine(sglang):
     sglang.registry._patched.discard(policy._ALGORITHM)
     with pytest.raises(UnsupportedEngineError, match="did not apply the hook"):
         policy._join(None)
+
+
+@pytest.mark.parametrize("release", ["0.5.21", "0.5.22.post1"])
+def test_releases_whose_own_eplb_is_faulty_need_an_all_to_all(sglang, monkeypatch, release):
+    monkeypatch.setattr(policy, "_release", lambda: release)
+    with pytest.raises(UnsupportedEngineError, match="every move changes the answers"):
+        start(sglang)
+    sglang.moe.moe_a2a_backend = "deepep"
+    plugins._installed.clear()
+    assert start(sglang)(HEAT)[0].tolist() == NEW

@@ -40,6 +40,9 @@ _UPDATE = "sglang.srt.eplb.expert_location.ExpertLocationMetadata.update"
 
 _splits: list[StepSplit] = []
 """Split per step of each layer; empty if SGLang chooses replicas by its tables."""
+_FAULTY_RELEASES = ("0.5.21", "0.5.22")
+"""Releases whose own EPLB gives wrong answers with most models, unless there is an all-to-all."""
+
 _agreements: list[Agreement] = []
 """Agreement of the EP ranks, created with SGLang's EPLB manager; empty if SGLang decides."""
 
@@ -61,15 +64,20 @@ def install() -> None:
     HookRegistry.register(_UPDATE, _install, HookType.AFTER)
 
 
+def _release() -> str:
+    from sglang.version import __version__
+
+    return str(__version__)
+
+
 def check_interface() -> None:
     """Raise ``UnsupportedEngineError`` unless this SGLang has the known interface and the planner is installed."""
     from sglang.srt.eplb import eplb_algorithms
-    from sglang.version import __version__
 
     actual = tuple(inspect.signature(eplb_algorithms.rebalance_experts).parameters)
     if actual != _PARAMETERS:
         raise UnsupportedEngineError(
-            f"SGLang {__version__}",
+            f"SGLang {_release()}",
             f"Its EPLB algorithms take ({', '.join(actual)}) instead of ({', '.join(_PARAMETERS)})",
             "Install SGLang 0.5.21 to 0.5.23 or a newer agent",
         )
@@ -87,6 +95,12 @@ def _join(*_: Any, **__: Any) -> None:
             f"SGLang did not apply the hook on {_ALGORITHM}",
             "SGLang's own algorithm would decide",
             "See SGLang's log for 'Failed to apply hooks'",
+        )
+    if _release().startswith(_FAULTY_RELEASES) and get_exec().moe.moe_a2a_backend == "none":
+        raise UnsupportedEngineError(
+            f"SGLang {_release()} without an all-to-all",
+            "In most models of this release, tokens go to slots by expert number, so every move changes the answers",
+            "Install SGLang 0.5.23, or start with --moe-a2a-backend deepep",
         )
     if get_exec().moe.elastic_ep_backend is not None:
         _log.warning("elastic expert parallelism is enabled, so SGLang's own algorithm decides")
