@@ -93,6 +93,8 @@ def put_sglang(patch, rank, dispatch="dynamic", **exec_moe):
     )
     HookRegistry._hooks, HookRegistry._patched = [], set()
     modules = {
+        "sglang": {},
+        "sglang.version": {"__version__": "0.5.23"},
         "sglang.srt.eplb": {},
         "sglang.srt.eplb.expert_location_dispatch": {
             "_topk_ids_logical_to_physical_static": _topk_ids_logical_to_physical_static,

@@ -62,6 +62,8 @@ def make_state(upstream, eplb_state, policy):
     """Return the engine's state with one model whose layers have the initial placement."""
     slots_LP = (torch.arange(RANKS * SLOTS) % EXPERTS).repeat(LAYERS, 1)
     logical_LEX, count_LE = upstream.compute_logical_maps(slots_LP, EXPERTS)
+    # vLLM reserves room for more replicas than there are at the start.
+    logical_LEX = torch.nn.functional.pad(logical_LEX, (0, RANKS * SLOTS - logical_LEX.shape[2]), value=-1)
     layers = [types.SimpleNamespace(eplb_state=eplb_state.AscendEplbLayerState()) for _ in range(LAYERS)]
     for index, layer in enumerate(layers):
         layer.eplb_state.set_layer_state(

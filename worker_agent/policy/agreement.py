@@ -149,7 +149,12 @@ class Agreement:
     ) -> Int64 | None:
         """Decide without telling the other ranks. Only the first rank may call this, from any thread.
 
-        The arguments are those of ``placement``. The result must be passed to ``share``.
+        The result must be passed to ``share``.
+
+        Parameters
+        ----------
+        heat_NLE, old_LP, ranks, nodes, timed
+            As for ``placement``.
         """
         if self._remote is not None:
             try:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = "EPLB_CONFORMANCE_FOLDER"
+FOLDER = "CONFORMANCE_FOLDER"
 """Variable that names the folder. Without it, the plugins do nothing."""
-CONTROL = "EPLB_CONFORMANCE_CONTROL"
+CONTROL = "CONFORMANCE_CONTROL"
 """Variable that names the deliberate fault."""
 STATE = "state.json"
 FIRST_WEIGHT = "weight"
