@@ -42,6 +42,8 @@ class EplbState:
         self.expert_rearrangement_step = 0
         self.expert_rearrangement_step_interval = WINDOW
         self.returned = None
+        self.commits = False
+        self.is_async = False
 
     def add_model(self, model, model_config):
         physical = torch.arange(RANKS * SLOTS) % EXPERTS
@@ -62,9 +64,25 @@ class EplbState:
             self.returned = self.policy.rebalance_experts(
                 weight_LE, RANKS * SLOTS, 1, 1, RANKS, state.physical_to_logical_map.clone()
             )
+            if self.commits:
+                state.physical_to_logical_map.copy_(self.returned)
 
 
 POLICIES = {}
+
+
+class Worker:
+    """Stand-in for vLLM's worker. It notes the placement into which it loads weights."""
+
+    loaded_into = None
+
+    def __init__(self, engine):
+        self.model_runner = SimpleNamespace(eplb_state=engine)
+
+    def reload_weights(self, path=None):
+        states = self.model_runner.eplb_state.model_states
+        self.loaded_into = states["model"].physical_to_logical_map.tolist()
+        return path
 
 
 @pytest.fixture
@@ -75,11 +93,13 @@ def state(monkeypatch):
     group = SimpleNamespace(cpu_group=world, device_group=world, rank_in_group=0, world_size=1)
     POLICIES.update(default=DefaultPolicy)
     patched = type("EplbState", (EplbState,), {})
+    worker = type("Worker", (Worker,), {})
     modules(
         monkeypatch,
         **{
             "vllm": {"__version__": "0.33.0"},
             "vllm.distributed": {},
+            "vllm.v1.worker.gpu_worker": {"Worker": worker},
             "vllm.distributed.eplb": {},
             "vllm.distributed.eplb.eplb_state": {"EplbState": patched},
             "vllm.distributed.eplb.policy": {"EPLB_POLICIES": POLICIES},
@@ -102,6 +122,7 @@ def state(monkeypatch):
     def make(**parallel):
         policy.install()
         engine = patched(**parallel)
+        engine.worker = worker(engine)
         config = SimpleNamespace(runner_type="generate", compute_hash=lambda: "model")
         engine.add_model(SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[]), config)
         if PlannerPolicy.agreement is not None:
@@ -299,3 +320,45 @@ def test_a_file_that_is_not_a_placement_stops_the_engine(state, monkeypatch, tmp
     monkeypatch.setenv("EPLB_AGENT_INITIAL_PLACEMENT", str(path))
     with pytest.raises(ValueError, match=rf"start\.json.*{message}"):
         state()
+
+
+def moved(state, is_async=False):
+    """Return an engine whose EPLB has moved an expert."""
+    engine = state()
+    engine.commits = True
+    fill(engine)
+    engine.rearrange()
+    engine.is_async = is_async
+    assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+    return engine
+
+
+def test_experts_return_to_their_initial_slots_before_weights_are_loaded(state):
+    engine = moved(state)
+    assert engine.worker.reload_weights(path="weights") == "weights"
+    assert engine.worker.loaded_into == [[0, 1, 2, 3, 0, 1]] * LAYERS
+    fill(engine)
+    engine.rearrange()
+    assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
+
+
+def test_weights_are_not_loaded_over_experts_that_asynchronous_eplb_has_moved(state):
+    engine = moved(state, is_async=True)
+    with pytest.raises(RuntimeError, match="into the slots of others; start with --eplb-config"):
+        engine.worker.reload_weights()
+    assert engine.worker.loaded_into is None
+
+
+def test_weights_are_not_loaded_if_an_expert_did_not_return(state):
+    engine = moved(state)
+    engine.commits = False
+    with pytest.raises(RuntimeError, match="the experts of model could not be returned"):
+        engine.worker.reload_weights()
+    assert engine.worker.loaded_into is None
+
+
+def test_weights_are_loaded_without_moves_if_nothing_has_moved(state):
+    engine = state()
+    engine.worker.reload_weights()
+    assert engine.returned is None
+    assert engine.worker.loaded_into == [[0, 1, 2, 3, 0, 1]] * LAYERS

@@ -16,8 +16,10 @@ from eplb_core.planner.settings import EVEN, STEP
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import step_split
 from worker_agent.policy.agreement import Agreement
+from worker_agent.policy.figures import Int64
 from worker_agent.policy.initial_placement import InitialPlacementError, read_initial_placement
 from worker_agent.policy.parts import heat_of_slots, parts_of_window, without_copies
+from worker_agent.policy.reload import return_before_loading, return_experts
 from worker_agent.policy.service import service_decision
 from worker_agent.settings import AgentSettings
 from worker_agent.step_split import StepSplitSetting, is_requested
@@ -51,7 +53,7 @@ class PlannerPolicy:
     agreement: Agreement | None = None
     _leave_to_vllm = False
     _windows: list[tuple[torch.Tensor, torch.Tensor]] = []  # noqa: RUF012, replaced as a whole, never modified
-    _starts: list[np.ndarray[Any, np.dtype[np.int64]]] = []  # noqa: RUF012, as above
+    _starts: list[Int64] = []  # noqa: RUF012, as above
 
     @classmethod
     def rebalance_experts(
@@ -108,7 +110,7 @@ class PlannerPolicy:
     @classmethod
     def _decided(
         cls, agreement: Agreement, weight: torch.Tensor, old_LP: Any, ranks: int, nodes: int
-    ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    ) -> Int64 | None:
         parts = next(
             (parts for total, parts in cls._windows if torch.equal(total, weight.to(total.dtype))), None
         )
@@ -118,7 +120,7 @@ class PlannerPolicy:
         )
 
     @classmethod
-    def _start_for(cls, old_LP: Any) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    def _start_for(cls, old_LP: Any) -> Int64 | None:
         """Return the recorded placement for a model of this shape, once."""
         for start_LP in cls._starts:
             if start_LP.shape == old_LP.shape:
@@ -145,6 +147,7 @@ def install() -> None:
     PlannerPolicy.fallback = EPLB_POLICIES[_KEY]
     EPLB_POLICIES[_KEY] = PlannerPolicy
     add_model = EplbState.add_model
+    initial: dict[str, Int64] = {}
 
     @wraps(add_model)
     def add_model_and_join(
@@ -152,7 +155,9 @@ def install() -> None:
     ) -> None:
         add_model(self, model, model_config, *arguments, **keywords)
         is_draft = getattr(model_config, "runner_type", None) == "draft"
-        model_state = self.model_states[model_config.compute_hash()]
+        key = model_config.compute_hash()
+        model_state = self.model_states[key]
+        initial[key] = model_state.physical_to_logical_map.cpu().numpy().astype(np.int64)
         if not is_draft:
             splits.start(model_state, self.parallel_config)
         if PlannerPolicy.agreement is None:
@@ -165,8 +170,16 @@ def install() -> None:
             # vLLM then rearranges after the first step.
             self.expert_rearrangement_step = max(0, self.expert_rearrangement_step_interval - 1)
 
+    def return_all(state: Any) -> None:
+        def rearrange_to(placements: list[Int64]) -> None:
+            PlannerPolicy._starts = placements
+            state.rearrange()
+
+        return_experts(state, initial, rearrange_to)
+
     EplbState.add_model = add_model_and_join
     hand_over_windows(settings.window_parts)
+    return_before_loading(return_all)
 
 
 def hand_over_windows(parts: int) -> None:
@@ -270,9 +283,7 @@ def _join(state: Any, split: str) -> Agreement | None:
     return Agreement(get_eplb_group().cpu_group, split, service_decision(AgentSettings(), split))
 
 
-def _initial_placement(
-    path: Path, model_state: Any, agreement: Agreement
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _initial_placement(path: Path, model_state: Any, agreement: Agreement) -> Int64:
     """Return the placement that the first rank reads, on all ranks, int64 ``[L, P]`` (collective over the EP group).
 
     Raises ``InitialPlacementError`` on the first rank if the file does not hold a placement of this model. The engine
