@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 WINDOW = 32
 LOAD = {"requests": 24, "max_tokens": 48, "rounds": 6}
 VLLM = {
-    "tensor_parallel_size": 2,
+    "tensor_parallel_size": 4,
     "enable_expert_parallel": True,
     "enable_eplb": True,
     "max_num_seqs": 24,
@@ -31,7 +31,7 @@ SGLANG = {
     "tp_size": 2,
     "ep_size": 2,
     "enable_eplb": True,
-    "ep_num_redundant_experts": 8,
+    "ep_num_redundant_experts": 2,
     "max_running_requests": 24,
     "eplb_rebalance_num_iterations": WINDOW,
     "expert_distribution_recorder_buffer_size": WINDOW,
@@ -41,18 +41,20 @@ MAX_IMBALANCE = 1.05
 
 
 def check_balance(path, log):
-    """Check that experts moved, and that steps after the first move are balanced. Print the mean imbalances."""
+    """Check that experts moved, and that steps after the first decision are balanced. Print the mean imbalances."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    first = next(index for index, line in enumerate(lines) if line.get("fetched"))
+    first = next(index for index, line in enumerate(lines) if "fetched" in line)
+    fetched = sum(line.get("fetched", 0) for line in lines)
     before, after = (
         [line["imbalance"] for line in part if "imbalance" in line] for part in (lines[:first], lines[first:])
     )
     mean = sum(after) / len(after)
     print(
         f"imbalance {sum(before) / len(before):.3f} with the initial placement, {mean:.3f} with the planner's, both "
-        f"split by step; {sum(line.get('fetched', 0) for line in lines)} experts fetched"
+        f"split by step; {fetched} experts fetched"
     )
     assert "step split: on for all passes" in log
+    assert fetched > 0
     assert mean <= MAX_IMBALANCE
 
 
