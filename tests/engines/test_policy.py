@@ -28,6 +28,11 @@ FOUR_RANKS = {
         "communicator": "torch_gloo",
     },
 }
+TWO_RANKS = FOUR_RANKS | {
+    "tensor_parallel_size": 2,
+    "max_num_seqs": 8,
+    "eplb_config": FOUR_RANKS["eplb_config"] | {"num_redundant_experts": 4},
+}
 MAX_IMBALANCE_OVER_OWN = 0.03
 """Difference between runs of the same policy, because windows are short."""
 MAX_SHARE_FETCHED = 1 / 5
@@ -52,9 +57,8 @@ def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_pa
     load = {"requests": 8, "max_tokens": 120, "rounds": 4}
     alone = run_vllm(VLLM_032, load, name="alone").answers()
     path = tmp_path / "planner.jsonl"
-    two_ranks = FOUR_RANKS | {"tensor_parallel_size": 2, "max_num_seqs": 8}
     settings = {"EPLB_AGENT_MODE": "policy", "EPLB_TEST_MEASURE": str(path)}
-    run = run_vllm(VLLM_032, load | {"engine": two_ranks}, name="planner", **settings)
+    run = run_vllm(VLLM_032, load | {"engine": TWO_RANKS}, name="planner", **settings)
     check_same_answers(run.answers(), alone)
     assert "policy: PAR" in run.log.read_text()
     _, fetched = figures(path)
@@ -67,9 +71,8 @@ def test_weights_reloaded_in_policy_mode_reach_the_right_experts(run_vllm, agent
     load = {"requests": 8, "max_tokens": 120, "rounds": 4, "between": [["reload_weights", {}]]}
     alone = run_vllm(VLLM_032, load, name="alone").answers()
     path = tmp_path / "planner.jsonl"
-    two_ranks = FOUR_RANKS | {"tensor_parallel_size": 2, "max_num_seqs": 8}
     settings = {"EPLB_AGENT_MODE": "policy", "EPLB_TEST_MEASURE": str(path)}
-    run = run_vllm(VLLM_032, load | {"engine": two_ranks}, name="planner", **settings)
+    run = run_vllm(VLLM_032, load | {"engine": TWO_RANKS}, name="planner", **settings)
     check_same_answers(run.answers(), alone)
     assert sum(figures(path)[1]) > 0
     assert "all experts return to their initial slots" in run.log.read_text()
