@@ -236,3 +236,15 @@ def warm(engine, site):
     """Compile the planner's kernels for the engine's Python, so that its first decision does not come too late."""
     code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
     subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
+
+
+def with_own_eplb(ranks, redundant, window):
+    """Return the options of a vLLM engine whose own synchronous EPLB rearranges experts every ``window`` steps."""
+    eplb = {"num_redundant_experts": redundant, "use_async": False, "communicator": "torch_gloo"}
+    return {
+        "tensor_parallel_size": ranks,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "max_num_seqs": 24,
+        "eplb_config": eplb | {"window_size": window, "step_interval": window},
+    }

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.engines.conftest import warm
+from tests.engines.conftest import warm, with_own_eplb
 from tests.engines.engine_checks import check_same_answers
 from tests.engines.environments import VLLM_032
 
@@ -15,24 +15,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 WINDOW = 64
 LOAD = {"requests": 24, "max_tokens": 48, "rounds": 12}
-FOUR_RANKS = {
-    "tensor_parallel_size": 4,
-    "enable_expert_parallel": True,
-    "enable_eplb": True,
-    "max_num_seqs": 24,
-    "eplb_config": {
-        "num_redundant_experts": 8,
-        "use_async": False,
-        "window_size": WINDOW,
-        "step_interval": WINDOW,
-        "communicator": "torch_gloo",
-    },
-}
-TWO_RANKS = FOUR_RANKS | {
-    "tensor_parallel_size": 2,
-    "max_num_seqs": 8,
-    "eplb_config": FOUR_RANKS["eplb_config"] | {"num_redundant_experts": 4},
-}
+FOUR_RANKS = with_own_eplb(ranks=4, redundant=8, window=WINDOW)
+TWO_RANKS = with_own_eplb(ranks=2, redundant=4, window=WINDOW)
 MAX_IMBALANCE_OVER_OWN = 0.03
 """Difference between runs of the same policy, because windows are short."""
 MAX_SHARE_FETCHED = 1 / 5

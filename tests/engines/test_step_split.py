@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.engines.conftest import HERE, warm
+from tests.engines.conftest import HERE, warm, with_own_eplb
 from tests.engines.engine_checks import check_same_answers
 from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
 
@@ -14,19 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 WINDOW = 32
 LOAD = {"requests": 24, "max_tokens": 48, "rounds": 6}
-VLLM = {
-    "tensor_parallel_size": 4,
-    "enable_expert_parallel": True,
-    "enable_eplb": True,
-    "max_num_seqs": 24,
-    "eplb_config": {
-        "num_redundant_experts": 8,
-        "use_async": False,
-        "window_size": WINDOW,
-        "step_interval": WINDOW,
-        "communicator": "torch_gloo",
-    },
-}
+VLLM = with_own_eplb(ranks=4, redundant=8, window=WINDOW)
 SGLANG = {
     "tp_size": 2,
     "ep_size": 2,

@@ -90,18 +90,12 @@ class PlannerPolicy:
             int64 ``[L, P]`` on the CPU.
         """
         old = old_global_expert_indices
-        ours = cls.agreement is not None and old is not None and not cls._leave_to_vllm
-        if ours and old is not None and cls.agreement is not None:
-            is_steady = tuple(old.shape) == (weight.shape[0], num_replicas) and int(old.min()) >= 0
-            if is_steady:
-                old_LP = old.numpy().astype(np.int64)
-                new_LP = cls._start_for(old_LP)
-                if new_LP is None and not bool(weight.any()):
-                    return old
-                if new_LP is None:
-                    new_LP = cls._decided(cls.agreement, weight, old_LP, num_ranks, num_nodes)
-                if new_LP is not None:
-                    return torch.from_numpy(new_LP.copy())
+        agreement = None if cls._leave_to_vllm else cls.agreement
+        shape = (weight.shape[0], num_replicas)
+        if agreement is not None and old is not None and tuple(old.shape) == shape and int(old.min()) >= 0:
+            new_LP = cls._decided(agreement, weight, old.numpy().astype(np.int64), num_ranks, num_nodes)
+            if new_LP is not None:
+                return torch.from_numpy(new_LP.copy())
         new: torch.Tensor = cls.fallback.rebalance_experts(
             weight, num_replicas, num_groups, num_nodes, num_ranks, old
         )
@@ -109,8 +103,14 @@ class PlannerPolicy:
 
     @classmethod
     def _decided(
-        cls, agreement: Agreement, weight: torch.Tensor, old_LP: Any, ranks: int, nodes: int
+        cls, agreement: Agreement, weight: torch.Tensor, old_LP: Int64, ranks: int, nodes: int
     ) -> Int64 | None:
+        """Return the placement on which the ranks agree; ``None`` if vLLM's own policy must decide."""
+        start_LP = cls._start_for(old_LP)
+        if start_LP is not None:
+            return start_LP
+        if not bool(weight.any()):
+            return old_LP
         parts = next(
             (parts for total, parts in cls._windows if torch.equal(total, weight.to(total.dtype))), None
         )
