@@ -99,10 +99,11 @@ class _Measured:
         )
 
 
-def measured_figures(path: Path) -> tuple[dict[str, int], dict[str, float]]:
+def measured_figures(path: Path) -> tuple[dict[str, int | None], dict[str, float]]:
     """Return the moves and the mean PAR before and after the first move, from the lines of ``measure_eplb``.
 
-    ``layers_switched`` counts rearrangements that moved an expert.
+    ``layers_switched`` counts rearrangements that moved an expert. ``bytes_moved`` is ``None``, because vLLM does not
+    count bytes.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     moved = [index for index, line in enumerate(lines) if line.get("fetched")]
@@ -110,7 +111,7 @@ def measured_figures(path: Path) -> tuple[dict[str, int], dict[str, float]]:
     before = [line["imbalance"] for line in lines[:first] if "imbalance" in line]
     after = [line["imbalance"] for line in lines[first:] if "imbalance" in line]
     experts = sum(lines[index]["fetched"] for index in moved)
-    switched = {"layers_switched": len(moved), "experts_moved": experts, "bytes_moved": 0, "steps_lost": 0}
+    switched = {"layers_switched": len(moved), "experts_moved": experts, "bytes_moved": None, "steps_lost": 0}
     return switched, {
         "before": float(np.mean(before)) if before else math.nan,
         "after": float(np.mean(after)) if after else math.nan,

@@ -141,7 +141,9 @@ def _ratio(by_round: Sequence[npt.NDArray[np.float64]]) -> float:
     return float(balanced / unbalanced)
 
 
-def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, float]) -> dict[str, Any]:
+def figures(
+    rounds: Sequence[Round], switched: dict[str, int | None], par: dict[str, float]
+) -> dict[str, Any]:
     """Return the content of the ``--json`` file. ``switched`` and ``par`` come from the service."""
     answers = {kind: [answer for turn in rounds for answer in turn.answers[kind]] for kind in KINDS}
     return {
@@ -168,6 +170,19 @@ def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
     return None
 
 
+def _moves(found: dict[str, Any]) -> dict[str, str]:
+    """Return the rows on moves. In policy mode, vLLM moves the experts and does not count bytes."""
+    if found["bytes_moved"] is None:
+        return {
+            "rearrangements with moves": f"{found['layers_switched']}, while serving",
+            "moved": f"{found['experts_moved']} experts",
+        }
+    return {
+        "layers switched": f"{found['layers_switched']} times, while serving",
+        "moved": f"{found['experts_moved']} experts, {found['bytes_moved'] / 1e6:.1f} MB",
+    }
+
+
 def summary(found: dict[str, Any]) -> Table:
     """Return the figures as a table."""
     same = f"{found['identical']} of {found['requests']} requests, {found['tokens'][BALANCED]} tokens"
@@ -177,8 +192,7 @@ def summary(found: dict[str, Any]) -> Table:
         "identical text": same,
         "largest log-probability difference": f"{found['worst_difference']:.2g}",
         "failed requests": f"{found['failed'][BALANCED]} balanced, {found['failed'][ALONE]} unbalanced",
-        "layers switched": f"{found['layers_switched']} times, while serving",
-        "moved": f"{found['experts_moved']} experts, {found['bytes_moved'] / 1e6:.1f} MB",
+        **_moves(found),
         "PAR before the first switch": f"{found['par']['before']:.3f}",
         "PAR since": f"{found['par']['after']:.3f}, while domains drift",
     }

@@ -15,11 +15,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.vllm_serving.load import Answer, Request, drifting_requests, send, send_all
-from benchmarks.vllm_serving.run import Watched, environment, rounds_of, server_options
+from benchmarks.vllm_serving.run import Watched, environment, measured_figures, rounds_of, server_options
 from benchmarks.vllm_serving.score import (
     ALONE,
     BALANCED,
     Round,
+    _moves,
     compare,
     complaint,
     figures,
@@ -240,3 +241,18 @@ def test_only_the_balanced_server_gets_the_address_of_the_service(
     command = server_options(ranks=2, redundant=8, sequences=4)
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
     assert json.loads(command[command.index("--eplb-config") + 1])["num_redundant_experts"] == 8
+
+
+def test_the_measured_lines_give_moves_and_par_before_and_after_the_first_move(tmp_path):
+    path = tmp_path / "eplb.jsonl"
+    lines = [{"imbalance": 1.4}, {"fetched": 0}, {"imbalance": 1.2}, {"fetched": 5}, {"imbalance": 1.1}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    switched, par = measured_figures(path)
+    assert switched == {"layers_switched": 1, "experts_moved": 5, "bytes_moved": None, "steps_lost": 0}
+    assert par == {"before": pytest.approx(1.3), "after": 1.1, "steps": 3}
+
+
+def test_policy_mode_states_no_bytes_because_vllm_does_not_count_them():
+    found = {"layers_switched": 4, "experts_moved": 51}
+    assert _moves(found | {"bytes_moved": None})["moved"] == "51 experts"
+    assert _moves(found | {"bytes_moved": 2_500_000})["moved"] == "51 experts, 2.5 MB"
