@@ -8,10 +8,13 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.engine import Engine
+from tests.simulation.faults import LONE_OUTCOME
 from tests.simulation.world import Outcome, simulate
 from worker_agent.swap import transfer
+from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
-from worker_agent.swap.peers import PeerGoneError, Peers
+from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.peers import Inquiry, PeerGoneError, Peers
 from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.vote import Voter, VoteSchedule
 
@@ -62,8 +65,16 @@ def _never_withdrawn(attempt: Any) -> Any:
     return kept
 
 
-def _ignoring_the_votes(is_gone: Any) -> Any:
-    return lambda peers, rank: peers._links.ended(rank)
+def _presuming_installs(has_installed: Any) -> Any:
+    def presumed(group: AgentGroup, inquiry: Inquiry, peer: int, vote: int) -> bool:
+        try:
+            return bool(has_installed(group, inquiry, peer, vote))
+        except FatalSwitchError as fatal:
+            if isinstance(fatal.__cause__, PeerGoneError):
+                return True
+            raise
+
+    return presumed
 
 
 _BY_CALLS = ("missed call", "doubled call")
@@ -78,7 +89,9 @@ DEFECTS: dict[str, Defect] = {
         _gone_after_a_rejection,
         ("rejected datagrams", "rejected datagrams", "cut in a commit"),
     ),
-    "intact vote link ignored": Defect(Peers, "_is_gone", _ignoring_the_votes, ("rejected in a commit",)),
+    "a peer that seems gone counts as installed": Defect(
+        AgentGroup, "_has_installed", _presuming_installs, (LONE_OUTCOME,)
+    ),
     "commits confirmed at any pass": Defect(
         Voter, "count", lambda count: lambda one, step, _: count(one, step, lambda: one.due), _BY_CALLS
     ),

@@ -20,6 +20,7 @@ from worker_agent.agent import Agent
 from worker_agent.forward_clock import StepTimer
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.lane import Lanes
+from worker_agent.swap.peers import GONE_SECONDS
 from worker_agent.swap.rank_layout import Identity, RankLayout
 from worker_agent.swap.rendezvous import Rendezvous
 
@@ -107,9 +108,18 @@ class Engine:
 
     def _end(self, rank: int, reason: str) -> None:
         self.fatal[rank] = reason
-        # If the network is silent for the whole peer timeout, the agents have no choice but to stop.
-        silent = self.network.was_silent(self.ranks[rank].name, self._settings.peer_timeout_seconds)
-        self._world.excused |= "did not answer" in reason and silent
+        # If the network is silent for long enough, the agents have no choice but to stop.
+        patience = self._settings.peer_timeout_seconds
+        gone = min(GONE_SECONDS, patience / 2)
+        for cause, seconds in (
+            ("did not answer", patience),
+            ("did not install", patience),
+            ("cannot be reached", gone),
+            ("aborted vote", gone),
+        ):
+            # The rank's first datagram may have been lost a second after it began to wait.
+            silent = self.network.was_silent(self.ranks[rank].name, seconds - 1.0)
+            self._world.excused |= cause in reason and silent
         self.scheduler.note(f"rank {rank}", reason)
 
     def _call(self, rank: int, agent: Agent) -> None:

@@ -82,12 +82,7 @@ class Faults:
         pair = world.random.sample(world.engine.ranks, 2)
         seconds = world.random.choice((0.5, 5.0))
 
-        def begin() -> None:
-            # With both faults at one commit, no evidence of a living rank is left (docs/research/faults.md, limits).
-            if world.network.rejected < 1.0:
-                world.network.cut(pair[0].name, pair[1].name, seconds)
-
-        world.network.aimed.append(begin)
+        world.network.aimed.append(lambda: world.network.cut(pair[0].name, pair[1].name, seconds))
         return f"between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def links_end(world: Any) -> str:
@@ -106,12 +101,33 @@ class Faults:
             for other in world.engine.ranks:
                 world.network.end_links(victim.name, other.name, seconds)
             world.network.rejected = 1.0
-            world.network.aimed.clear()  # see ``cut_in_a_commit``
             world.later(seconds, lambda: setattr(world.network, "rejected", 0.0))
             victim.freeze(late, "model")
 
         world.network.aimed_at_ballots.append(begin)
         return f"{victim.name}, {late} s late, for {seconds} s"
+
+    def outcome_on_one_rank(world: Any) -> str:
+        """Give only one rank the outcome of a commit, and keep it from its peers.
+
+        The rank is late, so that the others are already in doubt. A firewall closes its presence links and rejects
+        datagrams, and a link between two others breaks when the rank has the outcome.
+        """
+        network = world.network
+        seconds = world.random.choice((5.0, 60.0, 120.0))
+
+        def begin(first: str) -> None:
+            victim = world.random.choice([rank for rank in world.engine.ranks if rank.name != first])
+            others = [rank.name for rank in world.engine.ranks if rank is not victim]
+            for other in others:
+                network.end_links(victim.name, other, seconds)
+            network.rejected = 1.0
+            world.later(seconds, lambda: setattr(network, "rejected", 0.0))
+            victim.freeze(1.5, "model")
+            network.aimed.append(lambda: world.later(0.01, lambda: network.cut(*others[:2], 0.5)))
+
+        network.aimed_at_first.append(begin)
+        return f"for {seconds} s"
 
     def cut_and_failing_install(world: Any) -> str:
         """Cut a link at a commit and make an install fail on the other side."""
@@ -119,8 +135,8 @@ class Faults:
         seconds = world.random.choice((0.5, 5.0))
 
         def begin() -> None:
-            # The engine may have restarted with different processes before the commit; see also ``cut_in_a_commit``.
-            if pair[1] in world.engine.ranks and world.network.rejected < 1.0:
+            # The engine may have restarted with different processes before the commit.
+            if pair[1] in world.engine.ranks:
                 world.network.cut(pair[0].name, pair[1].name, seconds)
                 world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
 
@@ -209,5 +225,6 @@ FAULTS: dict[str, Callable[[Any], str]] = {
 }
 """Faults by name."""
 CALL_OFF = "call off"
+LONE_OUTCOME = "outcome on one rank"
 BEYOND = ("counted twice", "counted from zero")
 """Faults in the model's own pass count, which agents trust. They are only drawn on request."""

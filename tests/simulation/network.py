@@ -37,8 +37,12 @@ class Network:
         self.breaches: list[str] = []
         self.aimed: deque[Callable[[], None]] = deque()
         self.aimed_at_ballots: deque[Callable[[], None]] = deque()
+        self.aimed_at_first: deque[Callable[[str], None]] = deque()
+        """Called when the first rank, whose name is the argument, waits for the others at a commit."""
         self._cut: dict[frozenset[str], float] = {}
         self._silent: dict[frozenset[str], float] = {}
+        """Time of the first datagram that was not delivered since the last one that was, for each pair of processes."""
+        self._longest_silence: dict[frozenset[str], float] = {}
         self._port = 1000
 
     def socket(self, process: Process) -> Socket:
@@ -58,9 +62,14 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
-        """Return whether at least one link of this process has not delivered a message for ``seconds``."""
-        began = self.scheduler.now - seconds
-        return any(name in pair and since <= began for pair, since in self._silent.items())
+        """Return whether this process and another one ever exchanged no datagram for ``seconds``."""
+        for pair in self._silent:
+            self._record_silence(pair)
+        return any(name in pair and silence >= seconds for pair, silence in self._longest_silence.items())
+
+    def _record_silence(self, pair: frozenset[str]) -> None:
+        silence = self.scheduler.now - self._silent[pair]
+        self._longest_silence[pair] = max(silence, self._longest_silence.get(pair, 0.0))
 
     def end_links(self, one: str, other: str, seconds: float) -> None:
         """Close the presence links between two processes and reject new ones for ``seconds``.
@@ -86,6 +95,7 @@ class Network:
         self._links_end.clear()
         self.aimed.clear()
         self.aimed_at_ballots.clear()
+        self.aimed_at_first.clear()
         self.lost = self.late = self.doubled = self.replayed = self.rejected = self.flipped = 0.0
 
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
@@ -101,7 +111,9 @@ class Network:
         if rejected or self.is_cut(*pair) or (self.lost and draw() < self.lost):
             self._silent.setdefault(pair, scheduler.now)
             return
-        self._silent.pop(pair, None)
+        if pair in self._silent:
+            self._record_silence(pair)
+            del self._silent[pair]
         copies = 2 if self.doubled and draw() < self.doubled else 1
         for _ in range(copies):
             delay = self.latency()
@@ -242,6 +254,8 @@ class Mesh:
         parts = self._reduced.setdefault(number, {})
         parts[work.rank] = (work, values)
         self._begin(work)
+        if len(parts) == 1 and values[0] == Kind.BOUNDARY and self.network.aimed_at_first:
+            self.network.aimed_at_first.popleft()(self.handles[work.rank][0].name)
         if len(parts) < self.size:
             return
         del self._reduced[number]

@@ -17,7 +17,7 @@ from eplb_core.placement import Placement
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import StoreError
 from tests.simulation.engine import Engine
-from tests.simulation.faults import BEYOND, CALL_OFF, FAULTS
+from tests.simulation.faults import BEYOND, CALL_OFF, FAULTS, LONE_OUTCOME
 from tests.simulation.network import Network
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
@@ -97,13 +97,16 @@ class World:
         self.disk = Disk()
         self.service: Service | None = None
         self.excused = False
-        self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in (*BEYOND, CALL_OFF))
+        self.kinds = kinds or tuple(kind for kind in FAULTS if kind not in (*BEYOND, CALL_OFF, LONE_OUTCOME))
         self.faults = self._drawn()
         # Use a separate generator, so that the other faults of existing seeds do not change.
         self.calls = python_random.Random(seed)
         if not kinds:
             ends = [self.calls.random() for _ in range(self.calls.choice((0, 4, 8)))]
             self.faults += [(_FAULTY_PASSES * end * self.shapes.pass_seconds, CALL_OFF) for end in ends]
+            if self.calls.random() < 0.25:
+                begin = _FAULTY_PASSES * self.calls.random() * self.shapes.pass_seconds
+                self.faults.append((begin, LONE_OUTCOME))
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)

@@ -40,6 +40,8 @@ class Vote(NamedTuple):
         Ranks that are asking their peers for the verdict.
     confirmed
         True if all ranks were at the same step boundary when they were about to commit; ``None`` before that.
+    installed
+        Ranks that have installed the part on which the ranks vote.
     """
 
     ballots: tuple[Ballot | None, ...]
@@ -48,6 +50,7 @@ class Vote(NamedTuple):
     settlements: tuple[Settlement, ...]
     settling: frozenset[int] = frozenset()
     confirmed: bool | None = None
+    installed: frozenset[int] = frozenset()
 
 
 class Faults(NamedTuple):
@@ -62,6 +65,7 @@ class Faults(NamedTuple):
     refusals: int = 0
     drifts: int = 0
     calls: int = 0
+    presumptions: int = 0
 
     def __str__(self) -> str:
         counts = [f"{count} {kind}" for kind, count in self._asdict().items() if count]
@@ -86,6 +90,7 @@ class Scenario:
     confirms_settled: bool = True
     reports_failures: bool = True
     refusal_is_death: bool = False
+    waits_for_installs: bool = True
     settles_errors: bool = True
 
     @property
@@ -181,7 +186,13 @@ class State:
             rank in self.broken,
             (self.forwards[rank], self.ahead[rank], self.collectives[rank]),
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
-            None if vote is None else (vote.settlements[rank].verdict, rank in vote.settling),
+            None
+            if vote is None
+            else (
+                vote.settlements[rank].verdict,
+                rank in vote.settling,
+                rank in vote.installed,
+            ),
         )
 
 

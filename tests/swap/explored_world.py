@@ -53,6 +53,8 @@ class World(State):
                     yield ("ask", rank, peer)
                     if self.faults.refusals:
                         yield ("refused", rank, peer)
+                    if self.faults.presumptions:
+                        yield ("presume", rank, peer)
             elif self.vote is not None and rank in self.vote.pending:
                 if None not in self.vote.ballots:
                     yield ("heard", rank)
@@ -218,9 +220,17 @@ class World(State):
         """Reject a datagram to a live peer. This has no effect because the link between them is open."""
         self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
         if self.scenario.refusal_is_death:
-            settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, Verdict.IN_DOUBT))
-            if settled is not Verdict.IN_DOUBT:
-                self._settled(rank, settled)
+            self._takes_for_gone(rank, peer)
+
+    def _presume(self, rank: int, peer: int) -> None:
+        """Let a rank in doubt take a live peer for gone, because the network has closed every link to it."""
+        self.faults = self.faults._replace(presumptions=self.faults.presumptions - 1)
+        self._takes_for_gone(rank, peer)
+
+    def _takes_for_gone(self, rank: int, peer: int) -> None:
+        settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, Verdict.IN_DOUBT))
+        if settled is not Verdict.IN_DOUBT:
+            self._settled(rank, settled)
 
     def _settlement(self, rank: int, settlement: Settlement) -> Verdict | None:
         before = self.vote.settlements
@@ -275,6 +285,9 @@ class World(State):
             pending=self.vote.pending - {rank}, settling=self.vote.settling - {rank}
         )
         if not self.vote.pending:
+            if self.scenario.waits_for_installs and self.lost and len(self.vote.installed) < RANKS:
+                # A rank that has installed the part asks its peers, and learns that one of them has not.
+                self.fatal |= self.vote.installed
             voting = frozenset(range(RANKS)) - self.lost - self.fatal
             positions = {self.collectives[peer] for peer in voting}
             must(len(positions) <= 1, "ranks are at different collectives of one link")
@@ -316,6 +329,7 @@ class World(State):
         if self.scenario.confirms_settled or rank not in self.vote.settling:
             # After an install, a collective confirms it among the ranks.
             self.collectives = _incremented(self.collectives, rank)
+        self.vote = self.vote._replace(installed=self.vote.installed | {rank})
         staged = self.staged[rank]
         weights = list(self.weights[rank])
         for layer in action.layers:

@@ -43,6 +43,7 @@ COMBINED = (
     Faults(losses=1, skips=1, impatience=2),
     Faults(transfers=1, losses=1, installs=1),
     Faults(losses=1, refusals=2),
+    Faults(losses=1, presumptions=2),
     Faults(skips=1, drifts=2),
     Faults(transfers=1, calls=1),
     Faults(losses=1, calls=1),

@@ -226,6 +226,10 @@ def broken_scenarios() -> dict[str, Scenario]:
         broken[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms="nothing")
     flags: dict[str, tuple[Faults, dict[str, Any]]] = {
         "TreatsARefusalAsDeath": (Faults(losses=1, refusals=2), {"refusal_is_death": True}),
+        "ServesWithoutItsPeersInstalls": (
+            Faults(losses=1, presumptions=2),
+            {"waits_for_installs": False},
+        ),
         "DoesNotSettleAfterErrors": (Faults(errors=1), {"settles_errors": False}),
         "DoesNotReportItsFailure": (Faults(installs=1), {"reports_failures": False}),
         "ConfirmsItsHostsCount": (Faults(skips=1, drifts=2), {"confirms": "its host's count"}),

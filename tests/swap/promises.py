@@ -76,6 +76,9 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
 
 def check_state(state: State) -> None:
     """Check the invariants that hold in every state."""
+    faults = state.scenario.faults
+    cause = faults.installs or faults.presumptions or len(set(state.scenario.starts)) > 1
+    must(cause or not state.fatal, "stopped serving without cause")
     for rank, machine in enumerate(state.machines):
         must(
             rank in state.fatal or state.weights[rank] == machine.installed.tags,

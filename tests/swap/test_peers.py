@@ -278,6 +278,59 @@ def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
         first.wait_for_installs(4)
 
 
+def test_a_rank_that_committed_does_not_presume_the_install_of_a_peer_that_seems_gone() -> None:
+    """Every sign of the peer's end can come from the network, and the peer may serve the old placement."""
+    first, second = joined(2, patience=0.4)
+    second.peers.close()
+    with pytest.raises(
+        FatalSwitchError, match="rank 1 has ended or cannot be reached, and has not confirmed"
+    ):
+        first.wait_for_installs(4)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_peer_that_seems_gone_for_a_moment_still_decides_the_vote(committed: bool) -> None:
+    first, second = joined(2, patience=20.0)
+    ended = first.peers._links.ended
+    first.peers._links.ended = lambda _: True
+    reject_datagrams(first)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(first.register.may_commit, 7, has_outcome=False)
+        time.sleep(0.3)
+        assert not settled.done(), "the rank waits"
+        assert second.register.may_commit(7, has_outcome=committed) == committed
+        first.peers._links.ended = ended
+        assert settled.result() == committed
+
+
+def test_a_rank_that_aborted_a_vote_halts_the_rank_that_committed_it() -> None:
+    first, second = joined(2)
+    assert second.register.may_commit(4, has_outcome=False) is False
+    first.register._votes.clear()
+    first.installed_vote = 4
+    with pytest.raises(FatalSwitchError, match="rank 1 aborted vote 4, which another rank committed"):
+        first.wait_for_installs(4)
+    assert second.failure is not None, "both ranks stop"
+
+
+@pytest.mark.parametrize("vote", [4, 5])
+def test_a_rank_that_leaves_tells_its_peers_what_it_has_installed(vote: int) -> None:
+    first, second, third = joined(3, patience=600.0)
+    second.installed_vote = 4
+    second.close()
+    second.peers.close()
+    began = time.monotonic()
+    third.installed_vote = vote
+    if vote == 4:
+        assert first.register.may_commit(vote, has_outcome=False)
+        first.wait_for_installs(vote)
+    else:
+        assert not first.register.may_commit(vote, has_outcome=False)
+        with pytest.raises(FatalSwitchError, match="rank 1 left without the layers that vote 5 committed"):
+            third.wait_for_installs(vote)
+    assert time.monotonic() - began < 20, "no rank waits for the rank that left"
+
+
 def test_a_stale_attempt_does_not_make_a_peer_leave_the_votes() -> None:
     """Datagrams may be delivered again seconds later, so a replayed one must not stop balancing."""
     first, second = joined(2)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.swap.peered import joined
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import reformation as module
+from worker_agent.swap import vote as voting
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.machine import Ballot, Progress, VoteOutcome, VoteResult
 from worker_agent.swap.reformation import Reformation
@@ -202,7 +203,22 @@ def test_a_failure_reported_by_a_peer_ends_the_wait_for_installs() -> None:
     link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=lambda _: None))
     nothing: Any = None
     rank = Voter(link, AgentSettings(), nothing, nothing, has_failed=lambda: True)
-    assert not rank.all_have_installed(True)
+    assert rank.all_have_installed(True) is False
+
+
+def test_missing_answers_about_an_install_do_not_count_as_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voting, "_INSTALL_SECONDS", 0.05)
+    link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=time.sleep))
+    nothing: Any = None
+    assert Voter(link, AgentSettings(), nothing, nothing).all_have_installed(True) is None
+
+
+def test_a_vote_link_that_cannot_send_has_ended() -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    broken: Any = SimpleNamespace(allreduce=fail)
+    assert VoteLink(broken).ended()
 
 
 @pytest.mark.parametrize("peer_pass", [20, 21], ids=["same pass", "different passes"])

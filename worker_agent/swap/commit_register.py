@@ -6,17 +6,20 @@ both kept serving, tokens could be routed to the wrong weights. A rank without t
 that has the outcome answers with its action. A rank without it is in doubt from the moment it is asked, even if the
 outcome arrives later. If all ranks are in doubt, none has committed and none will. The ranks wait only for a rank that
 does not answer at all, and the model's next collective would wait for it anyway.
+
+A rank whose process has ended is in doubt as well, because the model cannot serve another token without it. Ranks may
+be wrong about this: a network fault can look like the end of a process. A rank that has committed therefore serves only
+once all other ranks have confirmed their installs (``AgentGroup.wait_for_installs``), and never presumes one.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from worker_agent.runtime import REAL, Runtime
-from worker_agent.swap.peers import PeerGoneError, Peers
+from worker_agent.swap.peers import Inquiry, PeerGoneError, Peers
 
 _VOTES_KEPT = 16
 """Number of votes to remember. Ranks are at most one vote apart, because each vote needs all ballots."""
@@ -100,9 +103,15 @@ class CommitRegister:
         peer.
     runtime
         Clock to use.
+
+    Attributes
+    ----------
+    departed : dict of int to int
+        Number of the last vote whose layers a rank had installed when it left, keyed by rank.
     """
 
     def __init__(self, peers: Peers, patience: float, runtime: Runtime = REAL) -> None:
+        self.departed: dict[int, int] = {}
         self._peers = peers
         self._patience = patience
         self._runtime = runtime
@@ -141,12 +150,21 @@ class CommitRegister:
             verdict = self._store(vote, settlement.with_commit() if has_outcome else settlement.with_doubt())
         return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
+    def aborted(self, vote: int) -> bool:
+        """Return True if this rank has settled a vote by aborting it."""
+        with self._lock:
+            return self._settlement(vote).verdict is Verdict.ABORTED
+
     def _settle(self, vote: int) -> Verdict:
         """Ask the peers repeatedly until one knows the result or all are in doubt."""
         end = self._runtime.now() + self._patience
+        inquiry = Inquiry(self._peers, self._patience)
         waiting = self._peers.others
         while waiting:
-            for peer, answer in self._ask_once(vote, waiting):
+            for peer in sorted(waiting):
+                answer = self._ask(inquiry, vote, peer, _ROUND_SECONDS / len(waiting))
+                if answer is None:
+                    continue
                 waiting -= {peer}
                 with self._lock:
                     verdict = self._store(vote, self._settlement(vote).with_answer(peer, answer))
@@ -159,17 +177,15 @@ class CommitRegister:
                 )
         return Verdict.ABORTED
 
-    def _ask_once(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
-        """Ask each peer once, and yield each peer's answer."""
-        for peer in sorted(waiting):
-            try:
-                answers = self._peers.ask([peer], b"d%d" % vote, _ROUND_SECONDS / len(waiting))
-            except PeerGoneError:
-                # The model cannot serve another token without the peer, so its verdict binds no other rank.
-                yield peer, Verdict.IN_DOUBT
-                continue
-            if peer in answers:
-                yield peer, Verdict(answers[peer])
+    def _ask(self, inquiry: Inquiry, vote: int, peer: int, seconds: float) -> Verdict | None:
+        """Ask a peer for its verdict. Return ``None`` if it does not answer within ``seconds``."""
+        if peer in self.departed:
+            return Verdict.COMMITTED if self.departed[peer] >= vote else Verdict.IN_DOUBT
+        try:
+            answer = inquiry.ask(peer, b"d%d" % vote, seconds)
+        except PeerGoneError:
+            return Verdict.IN_DOUBT
+        return None if answer is None else Verdict(answer)
 
     def _settlement(self, vote: int) -> Settlement:
         return self._votes.get(vote, Settlement(self._peers.others))

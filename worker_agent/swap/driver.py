@@ -318,7 +318,10 @@ class SwitchDriver:
             if voter is not None and voter.under_way:
                 paused_at = self._runtime.now()
                 with self._fatal_if(voter.may_commit):
-                    self._apply(self.state.decide(voter.settle(self._step)))
+                    outcome = voter.settle(self._step)
+                    self._apply(self.state.decide(outcome))
+                    if outcome.result is VoteResult.COMMIT:
+                        self._group.installed_vote = voter.number
                 self._report_commits(paused_at)
             self.state = self.state.with_pause("the agent was closed")
         finally:
@@ -371,15 +374,19 @@ class SwitchDriver:
                 voter.all_have_installed(False)
             raise
         self._group.installed_vote = voter.number
+        lost: VoteError | None = None
+        installed: bool | None = None
         try:
-            if not voter.all_have_installed(True):
-                raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
+            installed = voter.all_have_installed(True)
         except VoteError as error:
+            lost = error
+        if installed is False:
+            raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
+        if installed is None:
             self._group.wait_for_installs(voter.number)
-            self._report_commits(voter.ballots_at)
-            self._lose_votes(voter, str(error))
-        else:
-            self._report_commits(voter.ballots_at)
+        self._report_commits(voter.ballots_at)
+        if lost is not None:
+            self._lose_votes(voter, str(lost))
 
     @contextmanager
     def _fatal_if(self, may_commit: bool) -> Iterator[None]:

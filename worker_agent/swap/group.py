@@ -21,7 +21,7 @@ import torch.distributed as dist
 from worker_agent.settings import bare_name_warning
 from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.link_guard import LinkGuard
-from worker_agent.swap.peers import Address, PeerGoneError, Peers, PeerStore
+from worker_agent.swap.peers import Address, Inquiry, PeerGoneError, Peers, PeerStore
 
 _log = logging.getLogger("eplb.agent")
 
@@ -204,26 +204,21 @@ class AgentGroup:
     def wait_for_installs(self, vote: int) -> None:
         """Wait until all ranks have installed the part that a vote committed.
 
-        This is used if links broke before all ranks confirmed the install.
-
-        A rank whose process has ended counts as having installed it, because the model cannot serve without that rank.
+        This is used if links broke before all ranks confirmed the install. Without a rank's confirmation, this rank
+        must not serve: the other rank may live and may have aborted the vote.
 
         Raises
         ------
         FatalSwitchError
-            If any rank has failed, or has been silent for as long as the model would wait for it.
+            If any rank has failed, has aborted the vote, has ended, or has been silent for as long as the model would
+            wait for it.
         """
         end = self.peers.runtime.now() + self._patience
+        inquiry = Inquiry(self.peers, self._patience)
         waiting = set(self.peers.others)
         while waiting and self.failure is None:
             for peer in sorted(waiting):
-                try:
-                    answer = self.peers.ask([peer], b"i%d" % vote, _POSITION_SECONDS).get(peer, b"-")
-                except PeerGoneError:
-                    answer = b"+"
-                if answer[:1] == b"!":
-                    self.failure = self.failure or answer[1:].decode()
-                elif answer == b"+":
+                if self._has_installed(inquiry, peer, vote):
                     waiting.discard(peer)
             if waiting and self.peers.runtime.now() > end:
                 raise FatalSwitchError(
@@ -235,6 +230,26 @@ class AgentGroup:
         if self.failure is not None:
             raise FatalSwitchError(self.failure)
 
+    def _has_installed(self, inquiry: Inquiry, peer: int, vote: int) -> bool:
+        """Return True if a peer confirms that it has installed the part of a vote. Record a failure that it reports.
+
+        Raises ``FatalSwitchError`` if the peer will never confirm it.
+        """
+        if peer in self.register.departed:
+            if self.register.departed[peer] >= vote:
+                return True
+            raise FatalSwitchError(f"rank {peer} left without the layers that vote {vote} committed")
+        try:
+            answer = inquiry.ask(peer, b"i%d" % vote, _POSITION_SECONDS)
+        except PeerGoneError as error:
+            raise FatalSwitchError(
+                f"rank {peer} has ended or cannot be reached, and has not confirmed the layers that vote {vote} "
+                "committed"
+            ) from error
+        if answer is not None and answer[:1] == b"!":
+            self.failure = self.failure or answer[1:].decode()
+        return answer == b"+"
+
     def positions(self) -> dict[int, tuple[int, int]]:
         """Ask the peers for their positions, and return the call and forward-pass counts of each rank that answers."""
         try:
@@ -245,7 +260,12 @@ class AgentGroup:
         return {rank: (int(calls), int(forward)) for rank, (calls, forward) in numbers.items()}
 
     def close(self) -> None:
-        """Close the socket after ``patience`` seconds. Until then, peers may still ask about this rank's commits."""
+        """Tell the peers that this rank leaves, and close the socket after ``patience`` seconds.
+
+        Until then, peers may still ask about this rank's commits.
+        """
+        if self.failure is None:
+            self.peers.announce(b"l%d %d" % (self.rank, self.installed_vote), _ANNOUNCE_SECONDS)
         self.peers.runtime.later(self._patience, self.peers.close)
 
     def _answer(self, question: bytes) -> bytes | None:
@@ -257,6 +277,7 @@ class AgentGroup:
         - ``c``: checksum of a live expert
         - ``p``: this rank's position
         - ``i``: ``+`` if this rank has installed the part of a vote
+        - ``l``: the peer leaves; its rank and the last vote whose layers it has installed, which this rank records
         - ``v``: a value in this rank's store
 
         A rank that knows of a failure answers ``t``, ``i`` and ``v`` with ``!`` followed by the reason.
@@ -273,11 +294,19 @@ class AgentGroup:
         if kind == b"f":
             self.failure = self.failure or subject
             return b"+"
+        if kind == b"l":
+            peer, installed_vote = map(int, subject.split())
+            self.register.departed[peer] = installed_vote
+            return b"+"
         if kind == b"c":
             checksum = self.checksum(*map(int, subject.split()))
             return b"-" if checksum is None else b"+%d" % checksum
         if kind == b"p":
             return b"%d %d" % self.position()
+        if kind == b"i" and self.register.aborted(int(subject)):
+            self.failure = (
+                self.failure or f"rank {self.rank} aborted vote {subject}, which another rank committed"
+            )
         if self.failure is not None:
             return b"!" + self.failure.encode()
         if kind == b"i":

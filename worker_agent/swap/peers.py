@@ -42,12 +42,17 @@ _MAX_PORTS = 64
 """Maximum number of ports to try when looking for one that is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
+GONE_SECONDS = 30.0
+"""Time for which a peer must seem gone before it counts as gone. It outlasts the restart of a firewall or a proxy."""
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
 """Message kinds. The kind is part of the authenticated bytes."""
 
 
 class PeerGoneError(ConnectionError):
-    """Raised if a peer's process has ended: its port, its presence link and the vote link are closed."""
+    """Raised if a peer's process seems to have ended: its port, its presence link and the vote link are closed.
+
+    A network fault can close all three although the process lives. ``Inquiry`` waits before it raises this error.
+    """
 
 
 class Peers:
@@ -153,7 +158,7 @@ class Peers:
         Raises
         ------
         PeerGoneError
-            If a peer has not answered and its process has ended or has closed its agent.
+            If a peer has not answered and its process seems to have ended.
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
@@ -194,6 +199,8 @@ class Peers:
         end = self.runtime.now() + seconds
         while waiting and self.runtime.now() < end:
             for rank in sorted(waiting):
+                if self.runtime.now() > end:
+                    return
                 try:
                     waiting -= self.ask([rank], statement, _RETRY_SECONDS).keys()
                 except PeerGoneError:
@@ -241,10 +248,10 @@ class Peers:
         return self._link_answers.get(nonce)
 
     def _is_gone(self, rank: int) -> bool:
-        """Return True if the process of a peer that rejects datagrams has ended.
+        """Return True if the process of a peer that rejects datagrams seems to have ended.
 
-        The rejection alone does not prove it, because firewalls also reject datagrams. Neither does the loss of the
-        presence link, because proxies also close links. Both links must be closed.
+        The rejection alone is weak evidence, because firewalls also reject datagrams. So is the loss of the presence
+        link, because proxies also close links. Both links must be closed.
         """
         return self._links.ended(rank) and self.vote_link_ended()
 
@@ -296,6 +303,42 @@ class Peers:
         """Return the body of a sealed message, or ``None`` if its HMAC is invalid or its kind differs."""
         body = message[_MAC_BYTES:]
         return body if hmac.compare_digest(message, self._seal(kind, body)) else None
+
+
+class Inquiry:
+    """Questions about one vote, asked until the peers answer.
+
+    A firewall and a broken vote link together make a living peer seem gone. A peer therefore counts as gone only if it
+    has seemed gone without interruption for ``GONE_SECONDS``, or for half of the patience if that is shorter.
+
+    Parameters
+    ----------
+    peers
+        The peers to ask.
+    patience
+        Maximum time to wait for a peer that does not answer, in seconds.
+    """
+
+    def __init__(self, peers: Peers, patience: float) -> None:
+        self._peers = peers
+        self._gone_seconds = min(GONE_SECONDS, patience / 2)
+        self._gone_since: dict[int, float] = {}
+
+    def ask(self, rank: int, question: bytes, seconds: float) -> bytes | None:
+        """Ask a peer and return its answer, or ``None`` if it does not answer within ``seconds``.
+
+        Raises ``PeerGoneError`` if the peer counts as gone.
+        """
+        try:
+            answer = self._peers.ask([rank], question, seconds).get(rank)
+        except PeerGoneError:
+            now = self._peers.runtime.now()
+            if now - self._gone_since.setdefault(rank, now) >= self._gone_seconds:
+                raise
+            self._peers.runtime.sleep(_RETRY_SECONDS)
+            return None
+        self._gone_since.pop(rank, None)
+        return answer
 
 
 def _bind_sockets(family: socket.AddressFamily, host: str) -> tuple[socket.socket, socket.socket]:

@@ -21,8 +21,8 @@ from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
-"""Maximum time to wait for the other ranks to confirm an install. Giving up is safe, because the model's next
-collective waits for a late rank until that rank has either installed the part or halted."""
+"""Maximum time to wait for the other ranks to confirm an install over the vote link, before this rank asks each of
+them."""
 _FAILURE_SECONDS = 0.5
 """Interval for checking whether a peer has reported a failure, which may arrive before its link is seen to close."""
 _SUSPICION_SECONDS = 5.0
@@ -165,10 +165,10 @@ class Voter:
         self._ballot = None
         return outcome
 
-    def all_have_installed(self, done: bool) -> bool:
-        """Exchange install results with all ranks, and return False if any rank failed to install the part.
+    def all_have_installed(self, done: bool) -> bool | None:
+        """Exchange install results with all ranks. Return False if any rank failed to install the part.
 
-        A rank that has not answered after the timeout does not count as failed. Raises ``VoteError`` if the link fails.
+        Returns ``None`` if not all ranks answer within the timeout. Raises ``VoteError`` if the link fails.
 
         Parameters
         ----------
@@ -180,7 +180,9 @@ class Voter:
         answers = None
         while answers is None and not self._has_failed() and (remaining := end - self._runtime.now()) > 0:
             answers = installed.wait(min(_FAILURE_SECONDS, remaining))
-        return answers != [0] and not self._has_failed()
+        if self._has_failed() or answers == [0]:
+            return False
+        return None if answers is None else True
 
     def leave(self) -> None:
         """Stop voting without waiting. The other ranks notice at once that the link is closed.

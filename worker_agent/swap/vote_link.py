@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -155,8 +154,10 @@ class VoteLink:
         if self._group is None or (last is not None and last.broken):
             return True
         if last is None or not last.pending:
-            with suppress(VoteError):
+            try:
                 self.begin(Kind.PROBE, 0, [])
+            except VoteError:
+                return True
         return False
 
     def leave(self) -> None:
