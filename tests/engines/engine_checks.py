@@ -54,6 +54,13 @@ def check_switches(service, least, log):
     return status
 
 
+def has_switched_or_stopped(status):
+    """Return True if five layers have switched, or if agents found the damaged experts and stopped balancing."""
+    switched = status.status.layers_switched
+    stopped = any("balancing is halted" in problem for problem in status.status.problems)
+    return switched >= 5 or (switched > 0 and stopped)
+
+
 def check_heat(status, service):
     """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
     print(f"{status.steps_received} steps arrived completely, {status.steps_lost} were lost")

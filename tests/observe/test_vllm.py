@@ -300,7 +300,7 @@ def test_an_error_while_counting_does_not_reach_the_engine(engine, caplog):
 def test_an_error_at_the_start_does_not_reach_the_engine(engine, caplog, monkeypatch):
     monkeypatch.setattr(observing, "dispatch_of", lambda _: 1 / 0)
     engine().run()
-    assert "could not begin to observe" in caplog.text
+    assert "could not start observing" in caplog.text
     assert caplog.messages[-1].endswith("which serves unchanged: see the error above")
 
 

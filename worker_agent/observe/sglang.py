@@ -188,7 +188,7 @@ def _observe(_: Any, runner: Any) -> None:
     except NotObservedError as error:
         reason = str(error)
     except Exception:
-        log.exception("eplb-agent could not begin to observe this engine")
+        log.exception("eplb-agent could not start observing this engine")
         reason = "see the error above"
     if int(get_parallel().tp_rank) == 0:
         not_observed(reason)

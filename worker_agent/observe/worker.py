@@ -175,7 +175,7 @@ def _observation_of(worker: Any, observe: Callable[[Any], WorkerObservation]) ->
     except UnsupportedEngineError as error:
         reason = f"{error.subject}. {error.reason}"
     except Exception:
-        log.exception("rank %d: eplb-agent could not begin to observe this engine", worker.rank)
+        log.exception("rank %d: eplb-agent could not start observing this engine", worker.rank)
         reason = "see the error above"
     if worker.rank == 0:
         not_observed(reason)

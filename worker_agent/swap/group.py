@@ -205,7 +205,7 @@ class AgentGroup:
         """Wait until all ranks have installed the part that a vote committed.
 
         This is used if links broke before all ranks confirmed the install. Without a rank's confirmation, this rank
-        must not serve: the other rank may live and may have aborted the vote.
+        must not serve: the other rank may still be alive and may have aborted the vote.
 
         Raises
         ------
