@@ -14,7 +14,7 @@ from worker_agent.swap import transfer
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.group import AgentGroup
-from worker_agent.swap.peers import Inquiry, PeerGoneError, Peers
+from worker_agent.swap.peers import Inquiry, PeerGoneError
 from worker_agent.swap.reformation import Reformation
 from worker_agent.swap.vote import Voter, VoteSchedule
 
@@ -45,17 +45,6 @@ def _by_calls(call: Any) -> Any:
     return counted
 
 
-def _gone_after_a_rejection(ask: Any) -> Any:
-    def gone(peers: Peers, *asked: Any) -> Any:
-        sockets = [part for part in asked if hasattr(part, "getpeername")]
-        answer = ask(peers, *asked)
-        if answer is None and sockets[0].saw_refusal:
-            raise PeerGoneError("nothing listens there any more")
-        return answer
-
-    return gone
-
-
 def _never_withdrawn(attempt: Any) -> Any:
     def kept(reformed: Any) -> Any:
         put = reformed._group.store.set
@@ -83,12 +72,6 @@ _APART = ("cut", "cut in a commit", "exception")
 
 DEFECTS: dict[str, Defect] = {
     "passes numbered by calls": Defect(Engine, "_call", _by_calls, _BY_CALLS),
-    "rejected datagram counts as a dead process": Defect(
-        Peers,
-        "_ask_once",
-        _gone_after_a_rejection,
-        ("rejected datagrams", "rejected datagrams", "cut in a commit"),
-    ),
     "a peer that seems gone counts as installed": Defect(
         AgentGroup, "_has_installed", _presuming_installs, (LONE_OUTCOME,)
     ),

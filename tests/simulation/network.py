@@ -137,7 +137,6 @@ class Socket:
         self._arrived: deque[tuple[bytes, tuple[str, int]]] = deque()
         self._changed = process.condition()
         self._refused = self._closed = False
-        self.saw_refusal = False
         network.sockets[address] = self
         process.on_end.append(self.close)
 
@@ -197,7 +196,6 @@ class Socket:
     def _raise_refusal(self) -> None:
         if self._refused:
             self._refused = False
-            self.saw_refusal = True
             raise ConnectionRefusedError("connection refused")
 
     def __enter__(self) -> Socket:
