@@ -33,7 +33,7 @@ def check_same_answers(balanced, alone, most_ties=0.0):
         for here, there in zip(some, others, strict=True)
     )
     ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
-    assert ties <= most_ties * len(apart)
+    assert ties <= most_ties * len(apart), f"{ties} of {len(apart)} tokens differ; the largest: {apart[-5:]}"
     assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
     worst = apart[len(apart) - 1 - ties]
     print(
@@ -55,7 +55,7 @@ def check_switches(service, least, log):
 
 
 def has_switched_or_stopped(status):
-    """Return True if five layers have switched, or if agents found the damaged experts and stopped balancing."""
+    """Return True if five layers have switched, or at least one if agents then detected the damage and halted."""
     switched = status.status.layers_switched
     stopped = any("balancing is halted" in problem for problem in status.status.problems)
     return switched >= 5 or (switched > 0 and stopped)

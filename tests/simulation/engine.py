@@ -20,7 +20,7 @@ from worker_agent.agent import Agent
 from worker_agent.forward_clock import StepTimer
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.lane import Lanes
-from worker_agent.swap.peers import GONE_SECONDS
+from worker_agent.swap.peers import seconds_until_gone
 from worker_agent.swap.rank_layout import Identity, RankLayout
 from worker_agent.swap.rendezvous import Rendezvous
 
@@ -110,7 +110,7 @@ class Engine:
         self.fatal[rank] = reason
         # If the network is silent for long enough, the agents have no choice but to stop.
         patience = self._settings.peer_timeout_seconds
-        gone = min(GONE_SECONDS, patience / 2)
+        gone = seconds_until_gone(patience)
         for cause, seconds in (
             ("did not answer", patience),
             ("did not install", patience),

@@ -108,10 +108,10 @@ class Faults:
         return f"{victim.name}, {late} s late, for {seconds} s"
 
     def outcome_on_one_rank(world: Any) -> str:
-        """Give only one rank the outcome of a commit, and keep it from its peers.
+        """Let only one rank learn that a layer is committed, and isolate that rank.
 
-        The rank is late, so that the others are already in doubt. A firewall closes its presence links and rejects
-        datagrams, and a link between two others breaks when the rank has the outcome.
+        The rank is late, so the others are already in doubt. A firewall closes the rank's presence links and rejects
+        all datagrams. Once the rank has the outcome, the vote link between two of the others breaks.
         """
         network = world.network
         seconds = world.random.choice((5.0, 60.0, 120.0))

@@ -38,10 +38,10 @@ class Network:
         self.aimed: deque[Callable[[], None]] = deque()
         self.aimed_at_ballots: deque[Callable[[], None]] = deque()
         self.aimed_at_first: deque[Callable[[str], None]] = deque()
-        """Called when the first rank, whose name is the argument, waits for the others at a commit."""
+        """Called with the name of the first rank that waits for the others at a commit."""
         self._cut: dict[frozenset[str], float] = {}
         self._silent: dict[frozenset[str], float] = {}
-        """Time of the first datagram that was not delivered since the last one that was, for each pair of processes."""
+        """Time of the first lost datagram since the last delivered one, for each pair of processes."""
         self._longest_silence: dict[frozenset[str], float] = {}
         self._port = 1000
 
@@ -62,7 +62,7 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
-        """Return whether this process and another one ever exchanged no datagram for ``seconds``."""
+        """Return whether all datagrams between this process and any other one were once lost for ``seconds``."""
         for pair in self._silent:
             self._record_silence(pair)
         return any(name in pair and silence >= seconds for pair, silence in self._longest_silence.items())

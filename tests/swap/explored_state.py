@@ -41,7 +41,7 @@ class Vote(NamedTuple):
     confirmed
         True if all ranks were at the same step boundary when they were about to commit; ``None`` before that.
     installed
-        Ranks that have installed the part on which the ranks vote.
+        Ranks that have installed the part that this vote commits.
     """
 
     ballots: tuple[Ballot | None, ...]
@@ -186,13 +186,8 @@ class State:
             rank in self.broken,
             (self.forwards[rank], self.ahead[rank], self.collectives[rank]),
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
-            None
-            if vote is None
-            else (
-                vote.settlements[rank].verdict,
-                rank in vote.settling,
-                rank in vote.installed,
-            ),
+            None if vote is None else (vote.settlements[rank].verdict, rank in vote.settling),
+            vote is not None and rank in vote.installed,
         )
 
 

@@ -220,14 +220,14 @@ class World(State):
         """Reject a datagram to a live peer. This has no effect because the link between them is open."""
         self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
         if self.scenario.refusal_is_death:
-            self._takes_for_gone(rank, peer)
+            self._counts_as_gone(rank, peer)
 
     def _presume(self, rank: int, peer: int) -> None:
-        """Let a rank in doubt take a live peer for gone, because the network has closed every link to it."""
+        """Make a rank in doubt mistake a live peer for a dead one, because the network has cut every path to it."""
         self.faults = self.faults._replace(presumptions=self.faults.presumptions - 1)
-        self._takes_for_gone(rank, peer)
+        self._counts_as_gone(rank, peer)
 
-    def _takes_for_gone(self, rank: int, peer: int) -> None:
+    def _counts_as_gone(self, rank: int, peer: int) -> None:
         settled = self._settlement(rank, self.vote.settlements[rank].with_answer(peer, Verdict.IN_DOUBT))
         if settled is not Verdict.IN_DOUBT:
             self._settled(rank, settled)
@@ -286,7 +286,7 @@ class World(State):
         )
         if not self.vote.pending:
             if self.scenario.waits_for_installs and self.lost and len(self.vote.installed) < RANKS:
-                # A rank that has installed the part asks its peers, and learns that one of them has not.
+                # Ranks that have installed the part stop, because a peer does not confirm its own install.
                 self.fatal |= self.vote.installed
             voting = frozenset(range(RANKS)) - self.lost - self.fatal
             positions = {self.collectives[peer] for peer in voting}

@@ -78,7 +78,7 @@ def check_state(state: State) -> None:
     """Check the invariants that hold in every state."""
     faults = state.scenario.faults
     cause = faults.installs or faults.presumptions or len(set(state.scenario.starts)) > 1
-    must(cause or not state.fatal, "stopped serving without cause")
+    must(cause or not state.fatal, "stopped serving without a cause")
     for rank, machine in enumerate(state.machines):
         must(
             rank in state.fatal or state.weights[rank] == machine.installed.tags,

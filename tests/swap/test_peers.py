@@ -278,18 +278,16 @@ def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
         first.wait_for_installs(4)
 
 
-def test_a_rank_that_committed_does_not_presume_the_install_of_a_peer_that_seems_gone() -> None:
-    """Every sign of the peer's end can come from the network, and the peer may serve the old placement."""
+def test_a_committed_rank_stops_if_a_peer_seems_gone_before_confirming_its_install() -> None:
+    """A network fault has the same signs as the end of the peer, which may still serve the old placement."""
     first, second = joined(2, patience=0.4)
     second.peers.close()
-    with pytest.raises(
-        FatalSwitchError, match="rank 1 has ended or cannot be reached, and has not confirmed"
-    ):
+    with pytest.raises(FatalSwitchError, match="rank 1 has exited or cannot be reached, and did not confirm"):
         first.wait_for_installs(4)
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_peer_that_seems_gone_for_a_moment_still_decides_the_vote(committed: bool) -> None:
+def test_a_peer_that_is_unreachable_for_a_moment_still_decides_the_vote(committed: bool) -> None:
     first, second = joined(2, patience=20.0)
     ended = first.peers._links.ended
     first.peers._links.ended = lambda _: True
@@ -303,18 +301,18 @@ def test_a_peer_that_seems_gone_for_a_moment_still_decides_the_vote(committed: b
         assert settled.result() == committed
 
 
-def test_a_rank_that_aborted_a_vote_halts_the_rank_that_committed_it() -> None:
+def test_both_ranks_stop_if_one_committed_a_vote_that_the_other_aborted() -> None:
     first, second = joined(2)
     assert second.register.may_commit(4, has_outcome=False) is False
     first.register._votes.clear()
     first.installed_vote = 4
     with pytest.raises(FatalSwitchError, match="rank 1 aborted vote 4, which another rank committed"):
         first.wait_for_installs(4)
-    assert second.failure is not None, "both ranks stop"
+    assert second.failure is not None
 
 
 @pytest.mark.parametrize("vote", [4, 5])
-def test_a_rank_that_leaves_tells_its_peers_what_it_has_installed(vote: int) -> None:
+def test_a_closing_rank_tells_its_peers_which_vote_it_installed_last(vote: int) -> None:
     first, second, third = joined(3, patience=600.0)
     second.installed_vote = 4
     second.close()
@@ -326,9 +324,11 @@ def test_a_rank_that_leaves_tells_its_peers_what_it_has_installed(vote: int) -> 
         first.wait_for_installs(vote)
     else:
         assert not first.register.may_commit(vote, has_outcome=False)
-        with pytest.raises(FatalSwitchError, match="rank 1 left without the layers that vote 5 committed"):
+        with pytest.raises(
+            FatalSwitchError, match="rank 1 closed its agent without installing the layers of vote 5"
+        ):
             third.wait_for_installs(vote)
-    assert time.monotonic() - began < 20, "no rank waits for the rank that left"
+    assert time.monotonic() - began < 20, "no rank waits for the closed one"
 
 
 def test_a_stale_attempt_does_not_make_a_peer_leave_the_votes() -> None:

@@ -206,14 +206,14 @@ def test_a_failure_reported_by_a_peer_ends_the_wait_for_installs() -> None:
     assert rank.all_have_installed(True) is False
 
 
-def test_missing_answers_about_an_install_do_not_count_as_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_install_confirmation_does_not_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(voting, "_INSTALL_SECONDS", 0.05)
     link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=time.sleep))
     nothing: Any = None
     assert Voter(link, AgentSettings(), nothing, nothing).all_have_installed(True) is None
 
 
-def test_a_vote_link_that_cannot_send_has_ended() -> None:
+def test_a_vote_link_that_cannot_send_counts_as_closed() -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("connection closed by peer")
 

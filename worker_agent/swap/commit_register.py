@@ -7,9 +7,9 @@ that has the outcome answers with its action. A rank without it is in doubt from
 outcome arrives later. If all ranks are in doubt, none has committed and none will. The ranks wait only for a rank that
 does not answer at all, and the model's next collective would wait for it anyway.
 
-A rank whose process has ended is in doubt as well, because the model cannot serve another token without it. Ranks may
-be wrong about this: a network fault can look like the end of a process. A rank that has committed therefore serves only
-once all other ranks have confirmed their installs (``AgentGroup.wait_for_installs``), and never presumes one.
+A rank whose process has ended counts as in doubt, because the model cannot serve another token without it. Its peers
+can be wrong about that: a network fault can look like the end of a process. A rank that has committed therefore does
+not serve until every other rank has confirmed its install (``AgentGroup.wait_for_installs``).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class CommitRegister:
     Attributes
     ----------
     departed : dict of int to int
-        Number of the last vote whose layers a rank had installed when it left, keyed by rank.
+        Last vote whose layers a rank had installed when it closed its agent, keyed by rank.
     """
 
     def __init__(self, peers: Peers, patience: float, runtime: Runtime = REAL) -> None:

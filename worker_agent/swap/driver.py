@@ -317,11 +317,7 @@ class SwitchDriver:
             voter = self.votes.voter
             if voter is not None and voter.under_way:
                 paused_at = self._runtime.now()
-                with self._fatal_if(voter.may_commit):
-                    outcome = voter.settle(self._step)
-                    self._apply(self.state.decide(outcome))
-                    if outcome.result is VoteResult.COMMIT:
-                        self._group.installed_vote = voter.number
+                self._settle(voter)
                 self._report_commits(paused_at)
             self.state = self.state.with_pause("the agent was closed")
         finally:
@@ -375,11 +371,10 @@ class SwitchDriver:
             raise
         self._group.installed_vote = voter.number
         lost: VoteError | None = None
-        installed: bool | None = None
         try:
             installed = voter.all_have_installed(True)
         except VoteError as error:
-            lost = error
+            installed, lost = None, error
         if installed is False:
             raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         if installed is None:
@@ -411,15 +406,20 @@ class SwitchDriver:
                 raise
             raise FatalSwitchError(reason) from error
 
+    def _settle(self, voter: Voter) -> VoteOutcome:
+        """Settle the last vote, carry out its outcome, and return it."""
+        with self._fatal_if(voter.may_commit):
+            outcome = voter.settle(self._step)
+            self._apply(self.state.decide(outcome))
+            if outcome.result is VoteResult.COMMIT:
+                self._group.installed_vote = voter.number
+        return outcome
+
     def _lose_votes(self, voter: Voter, reason: str) -> VoteOutcome:
         """Settle the last vote, leave its link, and start opening a new one. Return the vote's outcome."""
         paused_at = self._runtime.now()
         try:
-            with self._fatal_if(voter.may_commit):
-                outcome = voter.settle(self._step)
-                self._apply(self.state.decide(outcome))
-                if outcome.result is VoteResult.COMMIT:
-                    self._group.installed_vote = voter.number
+            outcome = self._settle(voter)
             if outcome.result is VoteResult.COMMIT:
                 # Once this rank leaves the vote link, it can no longer distinguish a late peer from one that is gone.
                 self._group.wait_for_installs(voter.number)

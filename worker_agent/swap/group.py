@@ -204,14 +204,14 @@ class AgentGroup:
     def wait_for_installs(self, vote: int) -> None:
         """Wait until all ranks have installed the part that a vote committed.
 
-        This is used if links broke before all ranks confirmed the install. Without a rank's confirmation, this rank
-        must not serve: the other rank may still be alive and may have aborted the vote.
+        This is used if the vote link broke, or timed out, before all ranks had confirmed the install. Without a peer's
+        confirmation, this rank must not serve, because the peer may have aborted the vote and still be alive.
 
         Raises
         ------
         FatalSwitchError
-            If any rank has failed, has aborted the vote, has ended, or has been silent for as long as the model would
-            wait for it.
+            If a rank has failed, has aborted the vote, counts as gone, or has been silent for as long as the model
+            would wait for it.
         """
         end = self.peers.runtime.now() + self._patience
         inquiry = Inquiry(self.peers, self._patience)
@@ -231,20 +231,22 @@ class AgentGroup:
             raise FatalSwitchError(self.failure)
 
     def _has_installed(self, inquiry: Inquiry, peer: int, vote: int) -> bool:
-        """Return True if a peer confirms that it has installed the part of a vote. Record a failure that it reports.
+        """Return True if a peer confirms its install of the part that a vote committed. Record any failure it reports.
 
-        Raises ``FatalSwitchError`` if the peer will never confirm it.
+        Raises ``FatalSwitchError`` if the peer has closed its agent without the install, or counts as gone.
         """
         if peer in self.register.departed:
             if self.register.departed[peer] >= vote:
                 return True
-            raise FatalSwitchError(f"rank {peer} left without the layers that vote {vote} committed")
+            raise FatalSwitchError(
+                f"rank {peer} closed its agent without installing the layers of vote {vote}"
+            )
         try:
             answer = inquiry.ask(peer, b"i%d" % vote, _POSITION_SECONDS)
         except PeerGoneError as error:
             raise FatalSwitchError(
-                f"rank {peer} has ended or cannot be reached, and has not confirmed the layers that vote {vote} "
-                "committed"
+                f"rank {peer} has exited or cannot be reached, and did not confirm that it installed the layers of "
+                f"vote {vote}"
             ) from error
         if answer is not None and answer[:1] == b"!":
             self.failure = self.failure or answer[1:].decode()
@@ -260,7 +262,7 @@ class AgentGroup:
         return {rank: (int(calls), int(forward)) for rank, (calls, forward) in numbers.items()}
 
     def close(self) -> None:
-        """Tell the peers that this rank leaves, and close the socket after ``patience`` seconds.
+        """Tell the peers which vote this rank installed last, and close the socket after ``patience`` seconds.
 
         Until then, peers may still ask about this rank's commits.
         """
@@ -277,7 +279,7 @@ class AgentGroup:
         - ``c``: checksum of a live expert
         - ``p``: this rank's position
         - ``i``: ``+`` if this rank has installed the part of a vote
-        - ``l``: the peer leaves; its rank and the last vote whose layers it has installed, which this rank records
+        - ``l``: the peer closes its agent; this rank records the peer's rank and the last vote that it has installed
         - ``v``: a value in this rank's store
 
         A rank that knows of a failure answers ``t``, ``i`` and ``v`` with ``!`` followed by the reason.

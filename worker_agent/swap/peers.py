@@ -42,8 +42,8 @@ _MAX_PORTS = 64
 """Maximum number of ports to try when looking for one that is free for both datagrams and links."""
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
-GONE_SECONDS = 30.0
-"""Time for which a peer must seem gone before it counts as gone. It outlasts the restart of a firewall or a proxy."""
+_GONE_SECONDS = 30.0
+"""Minimum time for which a peer must seem gone. Firewalls and proxies restart faster than that."""
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
 """Message kinds. The kind is part of the authenticated bytes."""
 
@@ -51,7 +51,7 @@ _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
 class PeerGoneError(ConnectionError):
     """Raised if a peer's process seems to have ended: its port, its presence link and the vote link are closed.
 
-    A network fault can close all three although the process lives. ``Inquiry`` waits before it raises this error.
+    A network fault can have the same effect. ``Inquiry`` therefore waits before it raises this error.
     """
 
 
@@ -197,9 +197,9 @@ class Peers:
         """
         waiting = set(self.others)
         end = self.runtime.now() + seconds
-        while waiting and self.runtime.now() < end:
+        while waiting:
             for rank in sorted(waiting):
-                if self.runtime.now() > end:
+                if self.runtime.now() >= end:
                     return
                 try:
                     waiting -= self.ask([rank], statement, _RETRY_SECONDS).keys()
@@ -250,8 +250,8 @@ class Peers:
     def _is_gone(self, rank: int) -> bool:
         """Return True if the process of a peer that rejects datagrams seems to have ended.
 
-        The rejection alone is weak evidence, because firewalls also reject datagrams. So is the loss of the presence
-        link, because proxies also close links. Both links must be closed.
+        Firewalls also reject datagrams, and proxies also close presence links. The vote link must therefore be closed
+        as well.
         """
         return self._links.ended(rank) and self.vote_link_ended()
 
@@ -305,11 +305,16 @@ class Peers:
         return body if hmac.compare_digest(message, self._seal(kind, body)) else None
 
 
-class Inquiry:
-    """Questions about one vote, asked until the peers answer.
+def seconds_until_gone(patience: float) -> float:
+    """Return how long a peer must seem gone before it counts as gone: 30 s, or half of the patience if that is less."""
+    return min(_GONE_SECONDS, patience / 2)
 
-    A firewall and a broken vote link together make a living peer seem gone. A peer therefore counts as gone only if it
-    has seemed gone without interruption for ``GONE_SECONDS``, or for half of the patience if that is shorter.
+
+class Inquiry:
+    """Repeated questions to peers about one vote.
+
+    A firewall and a broken vote link can make a live peer seem gone. A peer therefore counts as gone only after it has
+    seemed gone for ``seconds_until_gone(patience)`` without interruption.
 
     Parameters
     ----------
@@ -321,7 +326,7 @@ class Inquiry:
 
     def __init__(self, peers: Peers, patience: float) -> None:
         self._peers = peers
-        self._gone_seconds = min(GONE_SECONDS, patience / 2)
+        self._gone_seconds = seconds_until_gone(patience)
         self._gone_since: dict[int, float] = {}
 
     def ask(self, rank: int, question: bytes, seconds: float) -> bytes | None:

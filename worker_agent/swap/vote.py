@@ -21,8 +21,7 @@ from worker_agent.swap.rendezvous import Rendezvous
 from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 
 _INSTALL_SECONDS = 30.0
-"""Maximum time to wait for the other ranks to confirm an install over the vote link, before this rank asks each of
-them."""
+"""Maximum time to wait for all ranks to confirm an install over the vote link. After that, this rank asks each peer."""
 _FAILURE_SECONDS = 0.5
 """Interval for checking whether a peer has reported a failure, which may arrive before its link is seen to close."""
 _SUSPICION_SECONDS = 5.0
@@ -166,9 +165,10 @@ class Voter:
         return outcome
 
     def all_have_installed(self, done: bool) -> bool | None:
-        """Exchange install results with all ranks. Return False if any rank failed to install the part.
+        """Exchange install results with all ranks, and return True if all have installed the part.
 
-        Returns ``None`` if not all ranks answer within the timeout. Raises ``VoteError`` if the link fails.
+        Returns False if a rank reports a failure, and ``None`` if not all ranks answer within the timeout. Raises
+        ``VoteError`` if the link fails.
 
         Parameters
         ----------
