@@ -36,6 +36,22 @@ def test_a_file_without_news_is_not_written_again(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("empty", [[1], [0, 3], [0, 1, 2, 3]])
+def test_steps_without_tokens_are_skipped(tmp_path, empty):
+    path = tmp_path / "heat.npz"
+    trace = TraceFile(path)
+    steps = heat(4, first=1)
+    steps[empty] = 0
+    trace.append(5, steps)
+    trace.write()
+    expected = [step for step in range(5, 9) if step - 5 not in empty]
+    assert path.exists() == bool(expected)
+    if expected:
+        with np.load(path) as written:
+            assert written["step"].tolist() == expected
+            assert (written["heat"].sum(axis=(1, 2)) > 0).all()
+
+
 def test_one_step_is_kept_even_if_it_exceeds_the_limit(tmp_path):
     trace = TraceFile(tmp_path / "heat.npz", max_bytes=1)
     trace.append(0, heat(3))

@@ -55,9 +55,17 @@ class TraceFile:
             raise ValueError(f"{path}: no write permission for {folder}; choose another folder")
 
     def append(self, first_step: int, heat_TLE: Int32) -> None:
-        """Add consecutive steps, int32 ``[T, L, E]``, and drop the oldest steps that no longer fit."""
+        """Add consecutive steps, int32 ``[T, L, E]``, and drop the oldest steps that no longer fit.
+
+        Steps without tokens are skipped. An idle engine runs such steps if its ranks wait for each other.
+        """
         # Copy each row, because a view would keep its report in memory.
-        self._rows.extend((first_step + index, heat_LE.copy()) for index, heat_LE in enumerate(heat_TLE))
+        rows = [
+            (first_step + index, heat_LE.copy()) for index, heat_LE in enumerate(heat_TLE) if heat_LE.any()
+        ]
+        if not rows:
+            return
+        self._rows.extend(rows)
         max_steps = max(1, self._max_bytes // max(1, heat_TLE[0].nbytes))
         while len(self._rows) > max_steps:
             self._rows.popleft()
