@@ -26,6 +26,12 @@ SGLANG = {
 }
 BY_STEP = {"EPLB_AGENT_MODE": "policy", "EPLB_AGENT_STEP_SPLIT": "on"}
 MAX_IMBALANCE = 1.05
+MOST_TIES = 0.001
+"""Maximum share of tokens with a near tie between experts, which a different summation order can decide otherwise.
+
+With its own EPLB and no agent, vLLM also differs from the unmodified engine in 3 of these 6,912 tokens, in some runs,
+and by the same amounts: 0.0003, 0.0006 and 0.0027.
+"""
 
 
 def check_balance(path, log):
@@ -54,7 +60,7 @@ def test_vllm_gives_the_same_answers_if_steps_are_split_by_their_counts(
     path = tmp_path / "steps.jsonl"
     load = LOAD | {"engine": VLLM}
     run = run_vllm(VLLM_032, load, model=many_experts, EPLB_TEST_MEASURE=str(path), **BY_STEP)
-    check_same_answers(run.answers(), alone)
+    check_same_answers(run.answers(), alone, MOST_TIES)
     check_balance(path, run.log.read_text())
 
 
@@ -68,7 +74,7 @@ def test_sglang_gives_the_same_answers_if_steps_are_split_by_their_counts(
     alone = run_sglang(LOAD, name="alone", model=many_experts).answers()
     path = tmp_path / "steps.jsonl"
     run = run_sglang(LOAD | {"engine": SGLANG}, model=many_experts, EPLB_TEST_MEASURE=str(path), **BY_STEP)
-    check_same_answers(run.answers(), alone)
+    check_same_answers(run.answers(), alone, MOST_TIES)
     check_balance(path, run.log.read_text())
 
 
