@@ -200,7 +200,7 @@ class StepSplit:
                 if torch.equal(kernels.physical(ids_TK, real_rows), self.physical(ids_TK, real_rows)[0]):
                     return kernels
                 reason = "they do not give the same results on this device"
-            except Exception as error:  # Triton raises many types
+            except Exception as error:  # Triton raises many types of exceptions
                 reason = f"{type(error).__name__}: {error}"
         _log.warning(
             "step split: PyTorch's operators are used instead of Triton's kernels, because %s", reason

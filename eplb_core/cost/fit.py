@@ -141,7 +141,7 @@ def fit_curve(
     fit = FitQuality.of(us_B.size, np.abs(fitted_B / us_B - 1)[held_out_B])
     if not fit.fits:
         raise CurveFitError(
-            f"{source}: no cost curve fits ({fit}); the error must be at most {MAX_MEDIAN_ERROR:.0%} in the median and "
+            f"{source}: no cost curve fits ({fit}); the error must be at most {MAX_MEDIAN_ERROR:.0%} at the median and "
             f"{MAX_P90_ERROR:.0%} at the 90th percentile"
         )
     read = launch + slope * float(knee_K[best.knee_index])

@@ -135,7 +135,7 @@ def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook]:
 
 
 def check(inputs: DecisionInputs) -> Outlook:
-    """Check the last alarm and search for a change of heat that raised no alarm. The outlook's promise is empty."""
+    """Check the last alarm and search for a change in heat that raised no alarm. The outlook's promise is empty."""
     scheduled = inputs.session.pace
     pace = inputs.pace
     change_at = None

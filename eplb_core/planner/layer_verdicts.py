@@ -97,9 +97,9 @@ def _reason_changed(
     if result.taken == TABLES or moves == 0:
         action = "tables retuned, no weights moved"
     elif result.taken == FRESH:
-        action = f"placed from scratch, {moves} slots receive weights"
+        action = f"placed from scratch; {moves} slots receive weights"
     else:
-        action = f"improved from its current placement, {moves} slots receive weights"
+        action = f"improved starting from its current placement; {moves} slots receive weights"
     clauses = [f"{action}: {before.par_seen:.3f} to {par:.3f} on this window"]
     if result.trimmed:
         clauses.append("planned for bursts")

@@ -246,7 +246,7 @@ class Pace:
         return self._schedule(self.seen)
 
     def begun_at(self, step: int) -> Pace:
-        """Start a new segment at a change of heat that ``weighed`` found.
+        """Start a new segment at a change in heat that ``weighed`` found.
 
         While a segment is settling, a change close to its start is the one that raised the alarm. In that case, the
         start of the segment is corrected instead. ``step`` is the value of ``seen`` at the change.

@@ -227,7 +227,7 @@ class Outlook:
     burst
         True if the last alarm before the decision was not caused by a lasting change of heat.
     change_at
-        Value of ``Pace.seen`` at a change of heat that did not raise an alarm; ``None`` if there was no such change.
+        Value of ``Pace.seen`` at a change in heat that did not raise an alarm; ``None`` if there was no such change.
     too_recent
         True if that change was too recent for a decision.
     recommendations

@@ -40,7 +40,7 @@ class DecideRequest:
     split
         The engine's split of an expert's tokens over its replicas.
     sum_only
-        True if the heat is the sum of the window alone.
+        True if the heat is only the sum over the window, not split into parts.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.DecideRequest

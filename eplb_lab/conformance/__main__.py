@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         scenarios = _scenarios(options.scenarios)
         with ExitStack() as stack:
-            # Engines' log and orders stay if the user names a folder.
+            # Engines' log and orders are kept if the user names a folder.
             kept = options.folder or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="eplb-conformance-")
             )
@@ -111,7 +111,7 @@ def _positive(text: str) -> int:
 def _object(text: str) -> dict[str, object]:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return value
 
 

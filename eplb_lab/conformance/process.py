@@ -314,5 +314,5 @@ def write_tiny_model(options: Options, folder: Path) -> Path:
     environment = {**os.environ, "PYTHONPATH": search_path(site, options)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise EngineError(f"no small model can be written here: {cause_in(done.stderr)}; pass --model")
+        raise EngineError(f"cannot write a small model here: {cause_in(done.stderr)}; pass --model")
     return model

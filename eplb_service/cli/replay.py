@@ -1,4 +1,4 @@
-"""``eplb replay``: realised PAR and costs of each policy on a recorded trace, as table, JSON, report and charts."""
+"""``eplb replay``: realised PAR and costs of each policy on a recorded trace, as a table, JSON, a report and charts."""
 
 from __future__ import annotations
 

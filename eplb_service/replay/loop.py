@@ -229,11 +229,11 @@ class _Run:
         return bool(self._pending or (self._computed is not None and self._computed.plan.layers))
 
     def _advance_session(self, chunk_TLE: Counts, first: int, loads_TLR: Float64) -> int:
-        """Test the steps of a chunk for a change of heat, and return the number of steps to serve before a decision."""
+        """Test the steps of a chunk for a change in heat, and return the number of steps to serve before a decision."""
         if not self._job.on_change:
             return len(chunk_TLE)
         if self._pending:
-            # While weights are in transit, test for a change of heat under the plan's final layout.
+            # While weights are in transit, test for a change in heat under the plan's final layout.
             planned = self._pending[-1][1]
             loads_TLR = served_loads(self._trace, chunk_TLE, first, planned, self._split)
         self._session, served = self._session.after_steps(step_par(loads_TLR))

@@ -241,7 +241,7 @@ def test_nothing_is_hooked_unless_the_split_is_requested(monkeypatch):
     assert HookRegistry._hooks == []
 
 
-def test_another_interface_is_refused(monkeypatch):
+def test_a_different_interface_is_refused(monkeypatch):
     put_sglang(monkeypatch, 0)
     dispatch = sys.modules["sglang.srt.eplb.expert_location_dispatch"]
     monkeypatch.setattr(dispatch, "_topk_ids_logical_to_physical_static", lambda topk_ids: topk_ids)

@@ -255,7 +255,7 @@ def test_the_dispatch_decides_if_passes_are_split(layer, config, message):
     assert re.search(message, str(choice)), str(choice)
 
 
-def test_another_interface_is_refused_before_anything_is_patched(monkeypatch):
+def test_a_different_interface_is_refused_before_anything_is_patched(monkeypatch):
     router = base_router()
     modules = {
         "vllm": {"__version__": "0.34.0"},

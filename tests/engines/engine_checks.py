@@ -63,7 +63,7 @@ def has_switched_or_stopped(status):
 
 def check_heat(status, service):
     """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
-    print(f"{status.steps_received} steps arrived completely, {status.steps_lost} were lost")
+    print(f"{status.steps_received} steps arrived complete, {status.steps_lost} were lost")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
@@ -77,7 +77,7 @@ def check_observed(service, folder, steps=64):
     # While an engine's own EPLB moves experts, the service waits for the ranks' new layout and knows no PAR.
     status = service.wait_until(lambda status: status.status.par > 1, 900).status
     print(
-        f"PAR {status.par:.3f}; {status.steps_received} steps arrived completely, {status.steps_lost} were lost"
+        f"PAR {status.par:.3f}; {status.steps_received} steps arrived complete, {status.steps_lost} were lost"
     )
     assert (status.layers_switched, status.plan_id, status.last_decision) == (0, 0, "")
     check_trace(path)

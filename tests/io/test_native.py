@@ -158,7 +158,7 @@ def test_a_trace_is_readable_by_other_zarr_libraries(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [("default", "/"), ("default", "."), ("v2", "."), ("v2", "/")])
-def test_arrays_of_other_zarr_libraries_are_read_and_extended(keys, tmp_path):
+def test_arrays_written_by_other_zarr_libraries_are_read_and_extended(keys, tmp_path):
     path = record(tmp_path / "a.zarr")
     (name, separator) = keys
     shutil.rmtree(path / "heat")

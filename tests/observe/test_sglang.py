@@ -241,7 +241,7 @@ def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(en
         ({"model": torch.nn.ModuleList([torch.nn.Linear(1, 1)])}, "chooses no experts in this model"),
         (
             {"model": torch.nn.ModuleList([TopK(1, "BYPASSED")])},
-            "leaves routing to a kernel, where nothing can count",
+            "leaves routing to a kernel, where choices cannot be counted",
         ),
     ],
 )

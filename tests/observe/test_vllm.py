@@ -228,7 +228,7 @@ def test_one_rank_is_observed_although_it_cannot_be_imbalanced(engine, caplog):
     assert "With one rank, there is no imbalance" in caplog.text
 
 
-def test_maps_that_vllms_eplb_commits_are_followed(engine, caplog):
+def test_maps_committed_by_vllms_eplb_are_followed(engine, caplog):
     started = engine(eplb=True)
     assert "vLLM's own EPLB keeps balancing" in caplog.text
     started.run()

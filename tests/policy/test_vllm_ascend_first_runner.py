@@ -95,7 +95,7 @@ def heat_of_a_cycle(policy, parts):
 
 @pytest.mark.parametrize("policy", [0, 3])
 @pytest.mark.parametrize("parts", [1, 3, 8, 64])
-def test_the_planner_gets_the_interval_in_parts(policy, parts):
+def test_the_planner_gets_the_heat_of_an_interval_in_parts(policy, parts):
     received, nothing = run_ranks(RANKS, heat_of_a_cycle, policy, parts)
     assert nothing == []
     # Neither decision is used, so the engine's own policy swaps the ranks' slots after the first one.

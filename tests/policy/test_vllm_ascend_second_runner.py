@@ -133,7 +133,7 @@ def test_nodes_must_have_equal_numbers_of_consecutive_ranks(nodes, expected):
     assert agreement.arguments[3]["nodes"] == expected
 
 
-def test_another_interface_is_refused(monkeypatch):
+def test_a_different_interface_is_refused(monkeypatch):
     def create_eplb_policy(name):
         return name
 

@@ -266,7 +266,7 @@ class Mesh:
         if self.network.aimed_at_ballots and (lowest[0], lowest[_PROGRESS]) == (Kind.BALLOT, Progress.READY):
             self.network.aimed_at_ballots.popleft()()
         if self.network.aimed and lowest[0] == Kind.BOUNDARY:
-            # A layer is being committed. At this time some ranks know the outcome and others do not.
+            # A layer is being committed. At this point some ranks know the outcome and others do not.
             scheduler.at(scheduler.now + self.network.latency(), self.network.aimed.popleft())
         for each, _ in parts.values():
             due = scheduler.now + self.network.latency()

@@ -287,7 +287,7 @@ class Queue:
 
 
 class Timer:
-    """Like ``threading.Timer``, already started."""
+    """Like ``threading.Timer``, but already started."""
 
     def __init__(self, process: Process, seconds: float, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call

@@ -327,7 +327,7 @@ class World(State):
             self.fatal |= {rank}
             return
         if self.scenario.confirms_settled or rank not in self.vote.settling:
-            # After an install, a collective confirms it among the ranks.
+            # After an install, the ranks confirm it in a collective.
             self.collectives = _incremented(self.collectives, rank)
         self.vote = self.vote._replace(installed=self.vote.installed | {rank})
         staged = self.staged[rank]

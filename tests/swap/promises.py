@@ -33,7 +33,7 @@ def check_called(before: SwitchState, after: SwitchState, plan: TagPlan) -> None
 def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
     """Check a rank that starts a transfer."""
     fits = len(started.layers) in (1, *range(1, state.scenario.rows + 1))
-    must(fits, "began a transfer that does not fit the staging")
+    must(fits, "began a transfer that does not fit in staging")
     must(state.transfers[rank] is None, "began a transfer while another ran")
     must(state.staged[rank] is None, "reused staging before its commit")
     for lane, generation in state.dirty_lanes:

@@ -142,7 +142,7 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     variables = os.environ.copy()
     if devices == 0:
         yield Finding(
-            "devices", FAILED, f"torch finds no {device} here; choose a different kind with --device"
+            "devices", FAILED, f"torch finds no {device} here; choose a different device type with --device"
         )
         return
     if devices < ranks:

@@ -192,7 +192,7 @@ def _steps_of(report: HeatReport) -> Steps:
 
 
 def _sum_of(steps: Steps, received: Steps) -> Steps:
-    """Return the steps of both ranks together. A number of tokens is unknown if one of them is."""
+    """Return the sum of both ranks' steps. A step's number of tokens is unknown if it is unknown on either rank."""
     known_T = (steps.tokens_T >= 0) & (received.tokens_T >= 0)
     tokens_T = np.where(known_T, steps.tokens_T + received.tokens_T, -1)
     return Steps(steps.first_step, steps.heat_TLE + received.heat_TLE, tokens_T, steps.micros_T)

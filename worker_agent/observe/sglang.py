@@ -160,7 +160,7 @@ def _check(model: Any, parallel: Any, layer_ids: list[int], metadata: Any) -> No
     try:
         refuse_routing_kernels(model)
     except UnsupportedEngineError as error:
-        raise NotObservedError(f"{error.subject}, where nothing can count") from error
+        raise NotObservedError(f"{error.subject}, where choices cannot be counted") from error
     reasons = (
         (not layer_ids, "SGLang chooses no experts in this model"),
         (metadata is None, "SGLang does not know how many experts a model of this class has"),

@@ -158,7 +158,7 @@ def _observe(worker: Any) -> VllmObservation:
     model = _Model.of(worker)
     if any(dispatch_of(layer).monolithic for layer in model.layers):
         raise NotObservedError(
-            "its experts route inside their kernel, where nothing can count; choose another MoE backend"
+            "its experts route inside their kernel, where choices cannot be counted; choose another MoE backend"
         )
     return VllmObservation(model, worker.vllm_config)
 

@@ -486,7 +486,7 @@ class Deployment:
         return self.heat.waiting > 0
 
     def _tested_par(self, heat: HeatAssembler, live: DeployedLayout, since: int) -> Float64:
-        """Return the PAR of the steps after the first ``since`` ones, to be tested for a change of heat.
+        """Return the PAR of the steps after the first ``since`` ones, to be tested for a change in heat.
 
         While a plan is in progress, PAR is predicted for the placement that the plan leads to, because the measured PAR
         also changes with each layer that switches.

@@ -89,7 +89,7 @@ class Limits:
         """Return the number of steps that each rank of a group of ``ranks`` combines into one report.
 
         A report costs nearly the same regardless of its length, so large groups send long ones. The drawback is that
-        the service detects a change of heat later.
+        the service detects a change in heat later.
         """
         if self.report_steps is not None:
             return self.report_steps

@@ -217,12 +217,12 @@ def _heat_problems(heat: HeatAssembler, limits: Limits, routed_by_tables: bool) 
     lines = []
     pending = heat.pending
     many_steps = _UNDECIDED_WINDOWS * limits.decision_steps
-    # A host that has not served any request yet looks like one whose counters stay at zero, so allow it more time.
+    # A host that has not yet served a request looks like one whose counters stay at zero, so allow it more time.
     max_empty_steps = limits.decision_steps if pending.tokens_uncounted else many_steps
     if pending.empty_steps >= max_empty_steps:
         lines.append(
             f"no rank has counted a token in the newest {pending.empty_steps} steps, although these are not dummy "
-            "steps: either the layers' counters stay zero, or the ranks have served nothing since they started"
+            "steps: either the layers' counters stay at zero, or the ranks have served nothing since they started"
         )
     if pending.mislabelled_steps >= limits.decision_steps:
         lines.append(

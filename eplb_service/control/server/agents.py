@@ -94,7 +94,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         async with inbox.next(_HELLO_SECONDS) as first:
             if first is None or first.WhichOneof("message") != "hello":
                 raise WireError("the first message of a stream must be a Hello")
-            # Wait for a turn only after the Hello has arrived, so that a silent caller does not occupy one.
+            # Wait for a turn only after the Hello has arrived, so that a silent caller does not hold one.
             async with self._quotas.hellos.turn(host):
                 return await asyncio.to_thread(decode_hello, first.hello)
 

@@ -168,7 +168,7 @@ async def report_health(probes: Any, status: int, ready: int | None = None) -> N
     status
         Status of the agent and operator services, and of the server as a whole.
     ready
-        Status of the check ``ready``; by default the same as ``status``.
+        Status of the ``ready`` check; by default the same as ``status``.
     """
     for name in ("", AGENT_SERVICE, OPERATOR_SERVICE):
         await probes.set(name, status)

@@ -112,7 +112,7 @@ class ServiceSettings(_PlannerFields):
     decision_interval: int = Field(
         DECISION_INTERVAL,
         ge=1,
-        description="Steps before the first decision, and maximum between decisions; fewer after a change of heat.",
+        description="Steps before the first decision, and maximum between decisions; fewer after a change in heat.",
     )
     cpu_share: float = Field(
         0.1,

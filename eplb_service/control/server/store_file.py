@@ -217,8 +217,8 @@ def _is_log_needed(path: str, *, has_index: bool) -> bool:
         ) as file:
             return bool(file.execute("SELECT MAX(log_needed) FROM running").fetchone()[0])
     except sqlite3.Error:
-        # Stores of older releases do not have this table. SQLite deletes the log and its index together, so an index
-        # without a log means that the log was lost.
+        # Stores created by older releases do not have this table. SQLite deletes the log and its index together, so an
+        # index without a log means that the log was lost.
         return has_index
 
 

@@ -53,7 +53,10 @@ def lock_store(path: str, lease: str | None = None) -> Iterator[None]:
 
 
 def _attempt(file: int, lock: Path, kind: int) -> bool:
-    """Try to acquire the lock; return True on success. Raises ``StoreError`` if the file system has no locks."""
+    """Try to acquire the lock; return True on success.
+
+    Raises ``StoreError`` if the file system does not support locks.
+    """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

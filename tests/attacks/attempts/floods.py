@@ -137,7 +137,7 @@ CANCELLED = {
 
 
 def _cancelled(name: str, method: str, address: Callable[[Target], str]) -> None:
-    @attempt(f"600 {name}, cancelled at once", "log lines do not fill the disk", locked=True)
+    @attempt(f"600 {name}, cancelled immediately", "log lines do not fill the disk", locked=True)
     async def run(target: Target) -> str:
         async with grpc.aio.insecure_channel(address(target)) as channel:
             return await _few_lines_after(target, lambda: _cancel(channel.stream_stream(method), 600))

@@ -32,7 +32,7 @@ register_rejections(
 
 
 @attempt(
-    "more one-rank deployments than the limit, each leaving at once",
+    "more one-rank deployments than the limit, each leaving immediately",
     "departed deployments do not keep new ones out",
 )
 async def _came_and_left(target: Target) -> str:

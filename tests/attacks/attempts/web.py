@@ -40,7 +40,7 @@ _answered(
 _answered("figures under a foreign host name", SECRET, 403, LIST, Host="rebound.example")
 _answered("a command over HTTP", READS, 405, LIST, method="POST")
 _answered("a file outside the page", FILES, 404, "/../http_server.py")
-_answered("a percent-encoded file outside the page", FILES, 404, "/%2e%2e/http_server.py")
+_answered("a percent-encoded path outside the page", FILES, 404, "/%2e%2e/http_server.py")
 _answered("a deployment name with a zero byte", "names are validated", 400, f"{LIST}/%00")
 
 

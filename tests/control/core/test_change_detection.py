@@ -1,4 +1,4 @@
-"""The service tests every step for a change of heat, and decides at the same steps for any report length."""
+"""The service tests every step for a change in heat, and decides at the same steps for any report length."""
 
 from __future__ import annotations
 

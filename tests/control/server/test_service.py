@@ -231,7 +231,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         health = health_pb2_grpc.HealthStub(group.channel)
         request = health_pb2.HealthCheckRequest()
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        # Agents can register before the solver is warm. Any decision that is due is made once it is.
+        # Agents can register before the solver is warm. Any decision that is due is made once the solver is warm.
         await group.join()
         await group.fill_window()
         deployment = running.plane.deployments["decode"]

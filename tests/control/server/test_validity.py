@@ -72,7 +72,7 @@ async def test_a_service_reports_an_expired_certificate_until_it_is_renewed(
 
         await until(lambda: bool(service_problems()) and sample("eplb_certificate_expires_soon") == 1)
         (problem,) = service_problems()
-        assert "a certificate of tls_cert has expired: renew the file" in problem
+        assert "a certificate in tls_cert has expired: renew the file" in problem
         assert sample("eplb_certificate_expiry_seconds") < 0  # type: ignore[operator]
         assert sample("eplb_certificate_expires_soon", "tls_client_ca") == 0
         for new, old in zip(

@@ -170,7 +170,7 @@ def _active_unsupported() -> tuple[tuple[str, str], ...]:
 
     moe = get_exec().moe
     offload = get_exec().offload
-    offload_reason = "Experts then do not stay in the memory that the agent writes to"
+    offload_reason = "With this option, experts do not stay in the memory that the agent writes to"
     options = (
         (
             moe.elastic_ep_backend is not None,

@@ -14,7 +14,7 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this vLLM-Ascend has another interface, or if the planner is not installed. Nothing is patched then.
+        If this vLLM-Ascend has a different interface, or if the planner is not installed. Nothing is patched then.
     """
     from vllm import envs
 

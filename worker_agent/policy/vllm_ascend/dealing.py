@@ -67,7 +67,7 @@ def _even_shares(slots_P: Int64, experts: int) -> npt.NDArray[np.float64]:
 def _best_shares(
     heat_E: npt.NDArray[np.float64], phy2log_RS: npt.NDArray[np.int32], even_P: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return the shares that minimise the hottest rank's load, ``[P]``; even for experts without tokens."""
+    """Return the shares that minimise the hottest rank's load, ``[P]``. Experts without tokens get even shares."""
     ranks = len(phy2log_RS)
     slots_P = phy2log_RS.ravel()
     replicas = replicas_in(phy2log_RS, len(heat_E))

@@ -140,7 +140,7 @@ class PlannerPolicy:
 
                 rows_LP = rows_of_slots(heat_NLE, new_LP, ranks)
             except Exception as error:
-                _log.error("replicas take equal turns, because their shares failed", exc_info=error)
+                _log.error("replicas take equal turns, because computing their shares failed", exc_info=error)
         return self._agreement.share(rows_LP, new_LP.shape)
 
     def _by_engine(self, weight: Any, arguments: tuple[Any, ...], of_stair: dict[str, Any]) -> torch.Tensor:
@@ -187,7 +187,7 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this vLLM-Ascend has another interface. Nothing is patched then.
+        If this vLLM-Ascend has a different interface. Nothing is patched then.
     """
     from vllm.distributed import get_eplb_group
     from vllm.distributed.eplb import async_worker

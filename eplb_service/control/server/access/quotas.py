@@ -62,7 +62,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, host: str) -> AsyncIterator[None]:
-        """Occupy a turn until the context exits; raises ``ExhaustedError`` if none becomes free within 30 seconds."""
+        """Hold a turn until the context exits; raises ``ExhaustedError`` if none becomes free within 30 seconds."""
         turns_of_host = self._of_host.setdefault(host, asyncio.Semaphore(_MAX_TURNS_PER_HOST))
         async with _held(turns_of_host), _held(self._all):
             yield

@@ -30,10 +30,10 @@ MAX_WAITING_BYTES = 16 << 20
 """Maximum number of bytes of heat queued for one watcher. Further reports are dropped and counted."""
 
 _MIN_REPORT_STEPS = 4
-"""Minimum number of steps per report after a change of heat. The first decision after the change uses this many
+"""Minimum number of steps per report after a change in heat. The first decision after the change uses this many
 steps."""
 _MAX_SHORTENING = 4
-"""Maximum factor by which reports are shortened after a change of heat. It is limited, because a short report costs
+"""Maximum factor by which reports are shortened after a change in heat. It is limited, because a short report costs
 nearly as much as a long one."""
 
 
@@ -146,7 +146,7 @@ class HeatFeed:
         """Return the kind of reports that the ranks of a deployment must send.
 
         Source heat is summed over a report unless a watcher needs it for each step. Under load, ranks send fewer
-        reports. After a change of heat, reports are short, so that decisions do not have to wait for long ones.
+        reports. After a change in heat, reports are short, so that decisions do not have to wait for long ones.
         """
         by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks

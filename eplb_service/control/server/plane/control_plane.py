@@ -364,7 +364,7 @@ class ControlPlane:
             hours = (validity.ends - now) / 3600
             state = "has expired" if hours <= 0 else f"expires in {hours:.0f} hours"
             service_problems.append(
-                f"a certificate of {setting} {state}: renew the file; the service reloads it without a restart"
+                f"a certificate in {setting} {state}: renew the file; the service reloads it without a restart"
             )
         for deployment in self.deployments.values():
             deployment.report_service_problems(service_problems)
