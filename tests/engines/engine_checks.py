@@ -54,11 +54,11 @@ def check_switches(service, least, log):
     return status
 
 
-def has_switched_or_stopped(status):
-    """Return True if five layers have switched, or at least one if agents then detected the damage and halted."""
+def has_damaged_experts(status):
+    """Return True if a layer has switched and the agents report a damaged expert, or if five layers have switched."""
     switched = status.status.layers_switched
-    stopped = any("balancing is halted" in problem for problem in status.status.problems)
-    return switched >= 5 or (switched > 0 and stopped)
+    reported = any("differs from its replica" in problem for problem in status.status.problems)
+    return switched >= 5 or (switched > 0 and reported)
 
 
 def check_heat(status, service):
