@@ -29,4 +29,4 @@ if __name__ == "__main__":
 #   heat: 256 steps, 4 layers, 32 experts
 #   PAR 2.218 before, 1.544 promised after
 #   layer 0, experts of rank 0: [15, 1, 14, 29, 20]
-#   placed from scratch, 26 slots receive weights: 1.961 to 1.484 on this window
+#   placed from scratch (26 slots receive weights): 1.961 to 1.484 on this window

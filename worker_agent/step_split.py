@@ -1,7 +1,8 @@
-"""The split per step inside an engine: each pass divides the tokens of an expert over its replicas by its own counts.
+"""The per-step split inside an engine: each pass divides an expert's tokens over its replicas by the pass's own counts.
 
-All ranks must compute the same split. They do if they see the same choices of a pass, or if they exchange their counts
-in every layer. The counts of an earlier pass are never used, because they give a worse balance than fixed shares.
+All ranks must compute the same split. They do if they all see the same choices in a pass, or if they exchange their
+counts in every layer. The counts of an earlier pass are never used, because they give a worse balance than fixed
+shares.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KERNEL_DEVICES = ["cuda"]
 """Types of devices on which Triton's kernels may compute the split."""
 
 StepSplitSetting: TypeAlias = "str | int"
-"""``auto``, ``on``, ``off``, or the number of tokens from which a pass is split."""
+"""``auto``, ``on``, ``off``, or the minimum number of tokens in a pass for the pass to be split."""
 
 _PROBED_ROWS = 64
 
@@ -45,12 +46,12 @@ def is_requested(setting: StepSplitSetting) -> bool:
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """Whether an engine splits its passes by step.
+    """Decision on whether an engine splits its passes by step.
 
     Parameters
     ----------
     least_tokens
-        Smallest number of tokens of a pass that is split; ``None`` if none is.
+        Minimum number of tokens in a pass for the pass to be split; ``None`` if no pass is split.
     exchanges
         True if the ranks exchange their counts, because they see different tokens.
     reason
@@ -135,7 +136,7 @@ def _off(reason: str) -> SplitChoice:
 
 
 class StepSplit:
-    """Split per step of one layer, under the most recently installed placement.
+    """Per-step split of one layer, under the most recently installed placement.
 
     Parameters
     ----------
@@ -146,7 +147,7 @@ class StepSplit:
     device
         Device of the model.
     least_tokens
-        Smallest number of tokens of a pass that is split.
+        Minimum number of tokens in a pass for the pass to be split.
     group
         Ranks that have different tokens; ``None`` if all ranks see the same choices.
 

@@ -34,7 +34,8 @@ _MIN_STEPS = 32
 _KNEES = 64
 """Number of knees to try, spaced geometrically."""
 _KNEES_ONLINE = 16
-"""Number of knees to try for steps. It is smaller because every decision fits a curve."""
+"""Number of knees to try when fitting a curve to steps. It is smaller than ``_KNEES``, because every decision fits a
+curve."""
 _ROUNDS = 8
 """Number of reweighting rounds; chosen by hand."""
 _MIN_ERROR = 0.01
@@ -141,8 +142,8 @@ def fit_curve(
     fit = FitQuality.of(us_B.size, np.abs(fitted_B / us_B - 1)[held_out_B])
     if not fit.fits:
         raise CurveFitError(
-            f"{source}: no cost curve fits ({fit}); the error must be at most {MAX_MEDIAN_ERROR:.0%} at the median and "
-            f"{MAX_P90_ERROR:.0%} at the 90th percentile"
+            f"{source}: no cost curve fits ({fit}); the median error must be at most {MAX_MEDIAN_ERROR:.0%} and "
+            f"the 90th-percentile error at most {MAX_P90_ERROR:.0%}"
         )
     read = launch + slope * float(knee_K[best.knee_index])
     return CostCurve(floor, read, launch, slope, phase, source, fit, batch_us)

@@ -60,8 +60,8 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     layers = shape.layers
     slots = shape.slots
     heat = window_steps * (layers * (4 * shape.experts + 4 * ranks + 16) + 256)
-    # A pending step stores counts by slot, or by expert and by rank. It also stores the epochs and, for each rank, a
-    # report flag, the tokens and the time.
+    # A pending step stores either one count per slot, or one per expert plus one per rank. It also stores the epochs
+    # and, for each rank, a report flag, the tokens and the time.
     counts = 4 * layers * max(ranks * slots, shape.experts + ranks)
     pending = pending_steps * (counts + 40 * layers + 128 * ranks)
     placements = (4 * _EPOCHS_KEPT + 8 * _CELLS_HELD) * ranks * layers * slots

@@ -121,8 +121,9 @@ def _linear(
     return TimePrice(
         CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
         kind,
-        f"{digits(layer_ms)} ms per layer and step in the current layout ({kind}: {source}), proportional to the "
-        f"hottest rank's tokens; no cost curve is configured, and none was fitted to step times: {no_fit_reason}",
+        f"{digits(layer_ms)} ms per layer per step in the current layout ({kind}: {source}), proportional to the "
+        "hottest rank's tokens; no cost curve is configured, and none could be fitted to the step times: "
+        f"{no_fit_reason}",
         1.0 - _STATED_ERROR,
         1.0 + _STATED_ERROR,
     )
@@ -134,7 +135,7 @@ def _fit_curve(settings: PlannerSettings, window: Window, current: Layout, times
         # The tokens per slot could be computed, but the slowest rank receives about as many tokens as the average
         # rank. A fit therefore cannot separate the slowest rank's term from the batch term.
         raise CurveFitError(
-            "with split step ranks have even tokens in every step; measure a curve with eplb calibrate"
+            "with split=step, tokens are balanced in every step; measure a curve with eplb calibrate"
         )
     timed_T = np.flatnonzero(times.served_T)[-_MAX_FIT_STEPS:]
     return fit_online(times.us_T[timed_T], _slot_tokens(window, current, settings.split, timed_T))

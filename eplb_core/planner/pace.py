@@ -47,7 +47,7 @@ _MAX_PROMISE_STEPS = 32
 _CLIP_DEVIATIONS = 3.0
 """Number of standard deviations at which a step's excess is clipped before it updates the expectation."""
 _LEARNING_STEPS = 16
-"""Number of steps for which a channel is learning if its promise is not held out, or is NaN for lack of tokens."""
+"""Number of steps during which a channel learns if its promise is not held out, or is NaN for lack of tokens."""
 _LEARNING_WEIGHT = 4
 """Weight of a promise that is not held out, as a number of steps."""
 _MIN_LEARNING_DEVIATION = 0.1

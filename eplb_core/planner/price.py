@@ -30,10 +30,11 @@ _BYTES_PER_COUNT = 4
 _LATENCY_US = 20.0
 """Assumed time of a nearly empty collective between nodes. It was not measured in this project."""
 _COMPUTING_US = 55.0
-"""Time to compute a stepwise split in a captured graph, excluding its rounds, for 256 experts on 32 ranks x 9 slots."""
+"""Time to compute a stepwise split in a captured graph, excluding its rounds, in microseconds. Measured for 256 experts
+on 32 ranks x 9 slots."""
 _ROUND_US = 5.75
-"""Time per round of that computation. On an H100, the total was 112, 170 and 285 us with 10, 20 and 40 rounds,
-including the constant ``_COMPUTING_US``."""
+"""Time per round of computing a stepwise split, in microseconds. On an H100, the total for 10, 20 and 40 rounds was
+112, 170 and 285 us, respectively, including the constant ``_COMPUTING_US``."""
 
 
 def move_price(
@@ -82,7 +83,7 @@ def move_price(
     steps = serving_steps or _ASSUMED_SERVING_STEPS
     reason = (
         f"{digits(transfer_ms)} ms per expert ({transfer_source}), of which {lost:.1%} delays steps ({lost_source}), "
-        f"{digits(switch_ms)} ms per switch ({switch_source}), {digits(layer_ms)} ms per layer and step "
+        f"{digits(switch_ms)} ms per switch ({switch_source}), {digits(layer_ms)} ms per layer per step "
         f"({layer_source}), {steps:,.0f} steps served"
     )
     return MovePrice(
@@ -113,7 +114,7 @@ def _measured_or(
 
 @dataclass(frozen=True)
 class SplitCost:
-    """Assumed cost of a stepwise split, per layer and step.
+    """Assumed cost of a stepwise split, per layer and per step.
 
     The cost consists of an exchange of counts and a computation whose number of rounds grows with the number of tokens.
     It does not depend on the gain from the split.

@@ -201,8 +201,8 @@ class PlannerSettings:
             self._check(option)
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
-                "fitted_curve and split step cannot be used together: the split balances every step, so step times do "
-                "not show the cost of imbalance; measure a curve (eplb calibrate) and set cost_curve"
+                "fitted_curve cannot be used with split=step: this split balances every step, so step times do not "
+                "show the cost of imbalance; measure a curve (eplb calibrate) and set cost_curve"
             )
 
     def _check(self, option: Field[Any]) -> None:

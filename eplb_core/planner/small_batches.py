@@ -104,7 +104,7 @@ def unpaid_changes(
     costs = {}
     for layer, result in results.items():
         if isinstance(result, LayerResult) and layer in holdouts:
-            # The price is a share: of the time or, if the gain is measured in PAR, of the PAR.
+            # The price is a fraction of the time or, if the gain is measured in PAR, of the PAR.
             price = figures.move_price * (1.0 if by_time else float(figures.par_L[layer]))
             costs[layer] = price * result.candidate.moves / slots
     paying_layers = paying(holdouts, costs, request.settings.min_gain)

@@ -30,7 +30,7 @@ class DecideRequest:
     ranks
         R, number of ranks.
     nodes
-        Number of nodes, with the same number of consecutive ranks each.
+        Number of nodes; each contains the same number of consecutive ranks.
     experts
         E, logical experts per layer.
     heat_NLE
@@ -101,7 +101,7 @@ def decode_decision(message: agent_pb2.DecideResponse, old_LP: npt.NDArray[np.in
     Raises
     ------
     WireError
-        If the placement has another shape than the current one, or does not serve every expert.
+        If the placement's shape differs from the current one's, or does not serve every expert.
     """
     name = "the service's placement"
     new_LP = unpack(message.physical_to_logical, list(old_LP.shape), name)

@@ -37,7 +37,7 @@ def _each_step(values: Sequence[int], field: str, sizes: Sizes) -> npt.NDArray[n
 
 
 def _counts(*axes: str, summands: Callable[[Sizes], int]) -> Check:
-    """Return a check that unpacks read-only counts and keeps the integer type of the message.
+    """Return a check that unpacks counts into a read-only array of the message's integer type.
 
     Parameters
     ----------

@@ -303,7 +303,7 @@ def _check_layer(layer: RankLayer, shape: Shape) -> None:
     _reject_first(layer, is_outside_RS, f"which is not one of the {ranks} x {slots} slots")
     is_same_rank_RS = source_RS // slots == np.arange(ranks)[:, None]
     is_same_slot_RS = source_RS == np.arange(ranks * slots).reshape(ranks, slots)
-    fault = "which is on the same rank; an expert that stays on its rank keeps its slot"
+    fault = "which is on the same rank; an expert that stays on its rank must keep its slot"
     _reject_first(layer, is_same_rank_RS & ~is_same_slot_RS, fault)
 
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         scenarios = _scenarios(options.scenarios)
         with ExitStack() as stack:
-            # Engines' log and orders are kept if the user names a folder.
+            # The engines' log and orders are kept if the user names a folder.
             kept = options.folder or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="eplb-conformance-")
             )

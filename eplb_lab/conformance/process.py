@@ -240,7 +240,9 @@ class ProcessEngine:
             if state["adopted"] >= adopted:
                 return
             if state["skipped"]:
-                raise EngineError(f"the engine did not adopt placement {state['skipped']} but another one")
+                raise EngineError(
+                    f"instead of placement {state['skipped']}, the engine adopted a different one"
+                )
             self.generate(_SETTLING_PROMPT, self._options.interval)
         raise EngineError(
             f"the engine's EPLB adopted {self.adopted()} of {adopted} placements in {allowed} intervals"

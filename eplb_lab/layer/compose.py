@@ -112,7 +112,7 @@ class LayerOptions:
     dp_groups: Sequence[RankGroup] = ()
     """Groups over which all-gather and MoGE gather tokens, in this order; by default one group of all ranks.
 
-    Data-parallel ranks come first, then the ranks of prefill context parallelism.
+    The data-parallel group comes first, then the prefill-context-parallel group.
     """
 
     max_rank_tokens: int | None = None

@@ -173,7 +173,7 @@ class AllGatherPreparation:
     Parameters
     ----------
     groups
-        Groups to gather over, one after the other: data-parallel ranks, then the ranks of prefill context parallelism.
+        Groups to gather over, in this order: the data-parallel group, then the prefill-context-parallel group.
     tp
         Ranks that have the same tokens but different experts. Their partial sums are added last.
     quantize_with

@@ -360,7 +360,7 @@ def interval(values_B: Float64) -> Estimate:
     off_B = values_B - mean
     squares = float(off_B @ off_B)
     correlation = float(off_B[1:] @ off_B[:-1]) / squares if squares else 0.0
-    # The estimate is too low in short series, by about (1 + 4 x correlation) / blocks.
+    # For short series, this estimate of the correlation is too low, by about (1 + 4 x correlation) / blocks.
     correlation = min(max(0.0, correlation + (1 + 4 * correlation) / values_B.size), 0.99)
     independent = max(3.0, values_B.size * (1 - correlation) / (1 + correlation))
     error = math.sqrt(squares / (values_B.size - 1) / independent)

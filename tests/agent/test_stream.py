@@ -302,7 +302,7 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
     [
         ([SILENCE] * 6, [True] * 6),
         ([HEAT] * 12, ONE_IN_FIVE),
-        # Heat counts even if its reports are less frequent than the interval.
+        # Heat still replaces heartbeats if its reports are further apart than the interval.
         ([SILENCE, HEAT] * 6, ONE_IN_FIVE),
         # Changes are sent at once, including recovery from an error.
         (

@@ -54,7 +54,7 @@ def test_errors_are_measured_on_held_out_measurements():
 def test_measurements_that_no_curve_fits_are_rejected():
     with pytest.raises(
         CurveFitError,
-        match=r"^noise: no cost curve fits \(median error .*; the error must be at most 10% in the",
+        match=r"^noise: no cost curve fits \(median error .*; the median error must be at most 10% and",
     ):
         fit_curve(BUSY, TOKENS, times(H200, noise=0.8), source="noise")
 

@@ -21,7 +21,7 @@ from eplb_core.cost.moving import (
 )
 from eplb_core.placement import Float64
 
-# Two layers, whose transfers last all steps between their boundaries.
+# Two layers. Each one's transfer takes all the steps between its two boundaries.
 PLAN = SwitchedPlan(100, 121, (Switch(0.05, 0.06, 0.001, 100, 106), Switch(0.05, 0.06, 0.001, 110, 116)))
 
 

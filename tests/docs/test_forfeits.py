@@ -153,7 +153,9 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
 
 OF_THE_MODEL = {
     "recording of expert maps",  # covers both spellings
-    "all-gather dispatch with redundant experts",  # raised while serving if an earlier choice differed
+    # Raised while serving if vLLM-Ascend dispatches by all-gather although the check at startup expected a different
+    # method.
+    "all-gather dispatch with redundant experts",
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model without MoE layers that vLLM-Ascend balances",
     "MoE layers whose dispatch changed after the model was loaded",

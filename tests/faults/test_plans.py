@@ -55,7 +55,7 @@ def test_stale_duplicate_partial_and_malformed_plans_do_no_harm(tmp_path: Path) 
         service.term = 4
         service.send(service.plans(second, 0, seed=11))
         reasons = [status.reason for _, status in service.hear(REFUSED, RANKS)]
-        assert all("leader term 4 is older than 5" in reason for reason in reasons)
+        assert all("leader term 4 is lower than 5" in reason for reason in reasons)
         facts = crew.stop()
     check_served(facts, tmp_path)
     assert [fact.epoch for fact in facts] == [2] * RANKS

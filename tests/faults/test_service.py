@@ -85,7 +85,7 @@ def test_the_lead_command_overcomes_a_clock_that_was_once_wrong(tmp_path: Path) 
         store.unlink()
         scene.service.start()
         scene.wait_for_ranks()
-        scene.wait_for_problem("is older than")
+        scene.wait_for_problem("is lower than")
         # The plan that was in progress is still completed.
         before = scene.wait_for_rest()
         time.sleep(2)

@@ -201,7 +201,8 @@ def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
     async def call_with_wrong_token() -> None:
         while True:
             request = operator_pb2.ListDeploymentsRequest()
-            # A call takes several iterations of the loop, which makes about one per second here, so send many at once.
+            # A call takes several iterations of the event loop, which runs about one per second here, so send many
+            # calls at once.
             await asyncio.gather(
                 *(order(service, "ListDeployments", request, token="wrong") for _ in range(16))
             )

@@ -28,7 +28,7 @@ def test_the_price_is_the_time_lost_over_the_largest_gain() -> None:
     assert price.price == pytest.approx((9 * price.ms_per_move + price.ms_per_switch) / (0.4 * 128))
     assert move_price(MODEL, 9, SIZE, 1280).price == pytest.approx(price.price / 10)
     assert "(42.0 MiB at 25 GB/s), of which 20.0% delays steps (assumed)" in price.reason
-    assert "0.4 ms per layer and step (layer_ms), 128 steps served" in price.reason
+    assert "0.4 ms per layer per step (layer_ms), 128 steps served" in price.reason
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_measured_layer_time_replaces_the_setting() -> None:
     timed = replace(MEASURED, layer_ms=0.8, layer_source="fitted")
     price = move_price(MODEL, 9, SIZE, 128, timed)
     assert price.price == pytest.approx(move_price(MODEL, 9, SIZE, 128, MEASURED).price / 2)
-    assert "0.8 ms per layer and step (fitted)" in price.reason
+    assert "0.8 ms per layer per step (fitted)" in price.reason
 
 
 def test_extreme_costs_are_bounded() -> None:

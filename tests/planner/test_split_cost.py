@@ -121,7 +121,5 @@ def test_moves_must_save_their_share_of_the_time() -> None:
 
 
 def test_a_fitted_curve_is_rejected_with_a_stepwise_split() -> None:
-    with pytest.raises(
-        SettingsError, match=r"fitted_curve and split step cannot be used together: .*eplb calibrate"
-    ):
+    with pytest.raises(SettingsError, match=r"fitted_curve cannot be used with split=step: .*eplb calibrate"):
         PlannerSettings(fitted_curve=True, split="step")

@@ -104,6 +104,6 @@ def test_no_curve_is_fitted_under_the_stepwise_split() -> None:
     price = priced(replace(SETTINGS, split="step"), times(0.0))
     assert price.kind == ASSUMED
     assert (
-        "with split step ranks have even tokens in every step; measure a curve with eplb calibrate"
+        "with split=step, tokens are balanced in every step; measure a curve with eplb calibrate"
         in price.reason
     )

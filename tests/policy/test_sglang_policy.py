@@ -164,7 +164,7 @@ def test_a_hook_that_was_not_applied_stops_the_engine(sglang):
 @pytest.mark.parametrize("release", ["0.5.21", "0.5.22.post1"])
 def test_releases_whose_own_eplb_is_faulty_need_an_all_to_all(sglang, monkeypatch, release):
     monkeypatch.setattr(policy, "_release", lambda: release)
-    with pytest.raises(UnsupportedEngineError, match="every move changes the output"):
+    with pytest.raises(UnsupportedEngineError, match="every move changes the model's output"):
         start(sglang)
     sglang.moe.moe_a2a_backend = "deepep"
     plugins._installed.clear()

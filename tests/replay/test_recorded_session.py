@@ -107,7 +107,7 @@ async def served(service: RunningService, group: FakeGroup, heat_TLE: Int32) -> 
 
 
 def replayed(heat_TLE: Int32, recording: Recording, patch: pytest.MonkeyPatch, cpu: bool) -> Recording:
-    """Replay the heat from the recording's first layout, charging the recorded costs if ``cpu`` is true."""
+    """Replay the heat, starting from the recording's first layout; charge the recorded costs if ``cpu`` is true."""
     first = recording.inputs[0]
     job = Job("flashlb", Setup(SLOTS, WINDOW, FIRST), "flashlb", first.settings)
     scene = loop.Scene(

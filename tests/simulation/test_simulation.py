@@ -12,7 +12,7 @@ from tests.simulation.world import World
 _QUICK = ("only late ranks confirm",)
 
 
-def test_the_same_seed_gives_the_same_run_and_breaks_no_promise() -> None:
+def test_the_same_seed_gives_the_same_run_and_every_promise_is_kept() -> None:
     first = World(2).run()
     again = World(2).run()
     assert first == again

@@ -165,7 +165,7 @@ class World(State):
             outcome = outcome.unconfirmed()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:
-            must(rank in self.fatal, "kept serving although its peers serve another placement")
+            must(rank in self.fatal, "kept serving although its peers serve a different placement")
         self._counted(rank)
 
     def _impatient(self, rank: int) -> None:

@@ -15,7 +15,10 @@ def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> 
     must(
         checked_for == machine.installed.digest, "accepted moves that were not checked against its placement"
     )
-    must(base == (machine.installed.epoch, machine.installed.digest), "accepted a plan for another placement")
+    must(
+        base == (machine.installed.epoch, machine.installed.digest),
+        "accepted a plan for a different placement",
+    )
     must(plan.leader_term >= state.terms[rank], "accepted a plan from an older term")
     must(machine.halted is None, "accepted a plan after it had halted")
 
@@ -56,10 +59,10 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
     must(staged is not None, "committed experts that were not staged")
     must(
         (staged.generation, staged.layers, staged.tags) == (action.generation, indices, tags),
-        "committed the staging of another transfer",
+        "committed the staged experts of a different transfer",
     )
-    must(len(set(state.forwards)) == 1, "committed after another forward pass than its peers")
-    must(len(set(vote.truths)) == 1, "committed although its peers serve another placement")
+    must(len(set(state.forwards)) == 1, "committed after a different forward pass than its peers")
+    must(len(set(vote.truths)) == 1, "committed although its peers serve a different placement")
     for running in state.transfers:
         reads = running is not None and set(running.layers) & set(indices)
         must(not reads, "overwrote sources that a rank was still sending")

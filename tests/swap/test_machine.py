@@ -21,7 +21,7 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
 @pytest.mark.parametrize(
     ("machine", "plan", "reason"),
     [
-        (NEW.with_term(7), PLAN, "leader term 2 is older than 7"),
+        (NEW.with_term(7), PLAN, "leader term 2 is lower than 7"),
         (NEW.with_pause("the host sleeps"), PLAN, "paused on this rank: the host sleeps"),
         (replace(NEW, halted="no memory"), PLAN, "this rank has halted: no memory"),
         (NEW.lose_votes("a link broke")[0], PLAN, "the ranks are not voting: a link broke"),

@@ -85,7 +85,7 @@ def _reformation() -> Reformation:
 
 
 @pytest.mark.parametrize("line", range(1, 31))
-def test_an_error_at_any_line_of_the_rest_request_only_delays_the_new_vote_link(
+def test_an_error_at_any_line_of_rest_only_delays_the_new_vote_link(
     monkeypatch: pytest.MonkeyPatch, line: int
 ) -> None:
     monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.001)

@@ -46,7 +46,7 @@ def test_an_unknown_ratio_stays_nan() -> None:
     assert math.isnan(checked_answer(pb.GetBalanceResponse(points=[point])).points[0].par)
 
 
-def test_a_document_has_every_field_and_null_for_missing_values() -> None:
+def test_a_document_has_every_field_and_missing_values_are_null() -> None:
     empty = as_document(pb.GetBalanceResponse())
     assert empty == {
         "points": [],

@@ -93,7 +93,7 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
             edited("sources", [[-1, 1, 2], [3, 2, 5]]),
             "rank 0 slot 0 gets its weights from slot -1, which is not",
         ),
-        (edited("sources", [[0, 1, 2], [3, 3, 5]]), "stays on its rank keeps its slot"),
+        (edited("sources", [[0, 1, 2], [3, 3, 5]]), "stays on its rank must keep its slot"),
         (edited("sources", [[0, 1, 2], [3, 0, 5]]), "digest"),
     ],
 )

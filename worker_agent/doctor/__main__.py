@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, default=2, help="ranks to start on this machine, one per device (default: 2)"
     )
-    device_help = "kind of device (default: the accelerator that torch detects, or cpu)"
+    device_help = "device type (default: the accelerator that torch detects, or cpu)"
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help=device_help)
     parser.add_argument(
         "--expert-bytes", type=int, default=64 << 20, help="size of each expert that moves (default: 64 MiB)"
@@ -133,7 +133,7 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     ranks
         Number of ranks to start.
     device
-        Kind of device.
+        Device type.
     devices
         Number of devices. If there are fewer devices than ranks, the ranks share them.
     expert_bytes
@@ -209,9 +209,7 @@ def _of_rank(rank: int, output: str, errors: str) -> list[Finding]:
         entries = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return [
-            Finding(
-                "ranks", FAILED, f"rank {rank} exited: {errors.strip()[-500:] or 'without an error message'}"
-            )
+            Finding("ranks", FAILED, f"rank {rank} exited: {errors.strip()[-500:] or 'no error message'}")
         ]
     return [Finding(**entry) for entry in entries]
 

@@ -36,7 +36,7 @@ from worker_agent.swap.rank_layout import Identity, RankLayout
 log = logging.getLogger("eplb.agent")
 
 _REPORT_STEPS = 16
-"""Number of steps per report until a service requests another number."""
+"""Number of steps per report until a service requests a different number."""
 _WATCH_CALLS = 16
 """Number of calls between two checks that the control stream's thread is alive."""
 _LAYOUTS_KEPT = 8
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def meet(facts: Any, token_group: int | None, group: dist.ProcessGroup | None) -> tuple[Ranks, list[Any]]:
-    """Exchange facts between the ranks of an engine's group for CPU tensors (collective), once, at the start.
+    """Exchange facts among the ranks of an engine's CPU process group (collective). Called once, at the start.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def parts_of_window(window_TX: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def heat_of_slots(counts_NLP: torch.Tensor, phy2log_LP: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the counts of slots as counts of experts, int64 ``[N, L, experts]``; empty slots (-1) do not count.
+    """Sum counts per slot into counts per expert, int64 ``[N, L, experts]``; empty slots (-1) are ignored.
 
     Examples
     --------

@@ -20,12 +20,12 @@ from worker_agent.settings import AgentSettings
 
 
 class ServiceDecision:
-    """Asks a service for each decision, as an ``agreement.RemoteDecision``.
+    """An ``agreement.RemoteDecision`` that asks a service for each decision.
 
     Parameters
     ----------
     settings
-        Settings of the agent: the service's address, its security, and the deadline.
+        Settings of the agent: the service's address and security settings, and the deadline.
     split
         The engine's split of an expert's tokens over its replicas.
     """

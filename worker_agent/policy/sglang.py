@@ -53,7 +53,8 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this SGLang has a different interface, or if the planner is not installed. Nothing is registered then.
+        If this SGLang has a different interface, or if the planner is not installed. In either case, nothing is
+        registered.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -99,7 +100,8 @@ def _join(*_: Any, **__: Any) -> None:
     if _release().startswith(_FAULTY_RELEASES) and get_exec().moe.moe_a2a_backend == "none":
         raise UnsupportedEngineError(
             f"SGLang {_release()} without an all-to-all",
-            "In most models in this release, tokens go to slots by expert number, so every move changes the output",
+            "In most models in this release, tokens go to slots by expert number, so every move changes the model's "
+            "output",
             "Install SGLang 0.5.23, or start with --moe-a2a-backend deepep",
         )
     if get_exec().moe.elastic_ep_backend is not None:

@@ -135,7 +135,7 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this vLLM has a different interface, or if the planner is not installed. Nothing is patched then.
+        If this vLLM has a different interface, or if the planner is not installed. In either case, nothing is patched.
     """
     from vllm.distributed.eplb.eplb_state import EplbState
     from vllm.distributed.eplb.policy import EPLB_POLICIES

@@ -205,7 +205,7 @@ class AgentGroup:
         """Wait until all ranks have installed the part that a vote committed.
 
         This is used if the vote link broke, or timed out, before all ranks had confirmed the install. Without a peer's
-        confirmation, this rank must not serve, because the peer may have aborted the vote and still be alive.
+        confirmation, this rank must not serve: the peer may still be alive and may have aborted the vote.
 
         Raises
         ------

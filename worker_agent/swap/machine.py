@@ -496,7 +496,7 @@ class SwitchState:
             return f"the ranks are not voting: {self.votes_lost}"
         if plan.leader_term < self.highest_term:
             return (
-                f"leader term {plan.leader_term} is older than {self.highest_term}, the newest on this rank"
+                f"leader term {plan.leader_term} is lower than {self.highest_term}, the highest on this rank"
             )
         if self.plan is not None:
             return f"plan {self.plan.plan_id} is still in progress; this rank now votes to abort it"

@@ -385,7 +385,7 @@ class PeerStore(dist.Store):
 
     @contextlib.contextmanager
     def watched(self, prefix: str, watch: Callable[[bytes], None]) -> Iterator[None]:
-        """Return a context manager that passes each value that this rank sets under a given prefix to ``watch``.
+        """Return a context manager that passes to ``watch`` the values that this rank sets for keys with ``prefix``.
 
         Parameters
         ----------

@@ -179,8 +179,8 @@ class MoGEDispatcher(_Dispatcher):
         absent_TC = slot_TC == slots
         counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
-        # A token with more than its share of choices on this rank would lose some, so its output is set to NaN on every
-        # device.
+        # A token with more than its share of choices on this rank would lose some of them. Its output is therefore set
+        # to NaN, on CPUs and accelerators alike.
         excess_T1 = local_TK.sum(dim=1, keepdim=True) > share
         weights_TK = request.real_weights_TK.masked_fill(excess_T1, torch.nan)
         rows_NH, scale_N, row_of_choice = sorted_rows(

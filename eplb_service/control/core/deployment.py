@@ -256,8 +256,9 @@ class Deployment:
         if highest_term <= self.leader_term:
             return None
         return (
-            f"leader term {self.leader_term} is older than {highest_term}, which ranks have followed: according to "
-            f"their clocks, that service started at {clock_of(highest_term)}, this one at {clock_of(self.leader_term)}"
+            f"leader term {self.leader_term} is lower than {highest_term}, which ranks have followed: according to "
+            f"the services' own clocks, the service with term {highest_term} started at {clock_of(highest_term)} and "
+            f"this one at {clock_of(self.leader_term)}"
         )
 
     def obstacle(self, *, needs_heat: bool = True) -> str | None:
@@ -450,8 +451,9 @@ class Deployment:
             return StepCounts(0, 0)
         step = max(self._current_group.members[rank].step, report.first_step + report.steps)
         self._update_member(rank, step=step, dropped_steps=report.dropped_steps)
+        # Assemble all complete steps here, where they are tested for a change. Otherwise, ``heat.take`` would move them
+        # into the window without the test.
         while self.assemble_steps():
-            # Steps that are still pending would enter the window without being tested for a change.
             pass
         gained = self.heat.take(rank, report)
         if any(gained):

@@ -19,8 +19,8 @@ MAX_STEPS = 64
 _REPORTS_PER_WINDOW = 4
 """Minimum number of reports per window, and per decision interval."""
 _RANKS_PER_STEP = 5
-"""Maximum number of ranks per step of a report. Groups that would exceed it send longer reports. At 20 steps per
-second, a ratio of five yields 100 reports per second in total."""
+"""Maximum ratio of a group's ranks to the steps in each report. Groups that would exceed it send longer reports. At 20
+steps per second, a ratio of five yields 100 reports per second in total."""
 _SHEDDING_CHECK_SECONDS = 20.0
 """Time between two checks for steps that the ranks have dropped."""
 _CALM_SECONDS = 300.0
@@ -59,7 +59,7 @@ class Limits:
         Phase of the steps that decisions use: all steps, only prefill steps (some rank prefills), or only decode steps
         (no rank prefills).
     split
-        Split of an expert's tokens over its replicas that the service plans for.
+        Split (of an expert's tokens over its replicas) that the service assumes when planning.
 
     Examples
     --------

@@ -191,15 +191,15 @@ def _balancing_problems(deployment: Deployment) -> list[str]:
 
 
 def _split_problems(splits_by_step: bool, planned: str) -> list[str]:
-    """Return the problem if the service plans for another split than the one that the ranks perform."""
+    """Return the problem if the service plans for a different split than the ranks perform."""
     if splits_by_step and planned not in (TABLES, STEP):
         return [
             "the ranks choose replicas by each step's own counts (EPLB_AGENT_STEP_SPLIT), but the service plans for "
-            f"split {planned}; serve with --split step"
+            f"split={planned}; serve with --split step"
         ]
     if planned == STEP and not splits_by_step:
         return [
-            "the service plans for split step, but the ranks do not choose replicas by each step's own counts, which "
+            "the service plans for split=step, but the ranks do not choose replicas by each step's own counts, which "
             "leaves them less balanced than with any other split; set EPLB_AGENT_STEP_SPLIT=on, or serve without "
             "--split step"
         ]
@@ -221,7 +221,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits, routed_by_tables: bool) 
     max_empty_steps = limits.decision_steps if pending.tokens_uncounted else many_steps
     if pending.empty_steps >= max_empty_steps:
         lines.append(
-            f"no rank has counted a token in the newest {pending.empty_steps} steps, although these are not dummy "
+            f"no rank has counted a token in the last {pending.empty_steps} steps, although these are not dummy "
             "steps: either the layers' counters stay at zero, or the ranks have served nothing since they started"
         )
     if pending.mislabelled_steps >= limits.decision_steps:
@@ -239,7 +239,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits, routed_by_tables: bool) 
         )
     if heat.other_phase_steps >= many_steps:
         lines.append(
-            f"none of the newest {heat.other_phase_steps} steps with tokens was a {limits.heat_phase} step, but "
+            f"none of the last {heat.other_phase_steps} steps with tokens was a {limits.heat_phase} step, but "
             f"decisions use only {limits.heat_phase} steps (heat_phase); serve with --heat-phase all, or have the host "
             "label its steps"
         )

@@ -173,7 +173,7 @@ class _Inbox:
     async def next(self, seconds: float | None = None) -> AsyncIterator[agent_pb2.ConnectRequest | None]:
         """Yield the next request, or ``None`` at the end of the stream.
 
-        A large request occupies one of the quota's turns until the context exits.
+        A large request holds one of the quota's turns until the context exits.
 
         Parameters
         ----------

@@ -112,7 +112,7 @@ class ServiceSettings(_PlannerFields):
     decision_interval: int = Field(
         DECISION_INTERVAL,
         ge=1,
-        description="Steps before the first decision, and maximum between decisions; fewer after a change in heat.",
+        description="Steps before the first decision, and the maximum between decisions; fewer after a change of heat.",
     )
     cpu_share: float = Field(
         0.1,

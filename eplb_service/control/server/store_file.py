@@ -158,7 +158,7 @@ def connect(path: str) -> tuple[sqlite3.Connection, str]:
 
 
 def _check_kind(database: sqlite3.Connection, path: str) -> None:
-    """Create missing tables; raises ``StoreError`` if the database is not a store or has another schema version."""
+    """Create missing tables; raises ``StoreError`` if the database is not a store or has a different schema version."""
     (application,) = database.execute("PRAGMA application_id").fetchone()
     (version,) = database.execute("PRAGMA user_version").fetchone()
     (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()

@@ -24,7 +24,7 @@ COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of a table with one row per count. Counts without a row are 0."""
 PARQUET_MAGIC = b"PAR1"
 _ROW_BYTES = 96
-"""Memory needed to read one row, in bytes: its columns are held separately and then again combined, at 64 bits each."""
+"""Memory needed to read one row, in bytes: its four columns as read, converted and combined, at 64 bits each."""
 _HEADER_BYTES = 1 << 16
 _NOT_CSV = "is neither a CSV of plain numbers nor a file in another known format"
 _NO_ROWS = "has a header but no rows"

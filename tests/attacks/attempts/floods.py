@@ -157,7 +157,7 @@ for name, (method, address) in CANCELLED.items():
     _cancelled(name, method, address)
 
 
-@attempt("300 HTTP connections, reset at once", "log lines do not fill the disk")
+@attempt("300 HTTP connections, reset immediately", "log lines do not fill the disk")
 async def _reset(target: Target) -> str:
     host, _, port = target.service.metrics_address.rpartition(":")
     requests = (b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /api/v1/service HTTP/1.1\r\n\r\n", b"\x16\x03\x01")

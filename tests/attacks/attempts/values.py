@@ -69,7 +69,7 @@ async def _any_step(target: Target) -> str:
             )
             await rank.say(heat_report=spoilt_heat(step))
             await rank.say(plan_status=agent_pb2.PlanStatus(plan_id=1, state=1, step=step))
-    return "bounded: read as lower numbers, and honest heat still arrives"
+    return "bounded: step numbers wrap at 2**48, and honest heat still arrives"
 
 
 @attempt("an error with ESC in a heartbeat", "no control characters reach an operator's terminal")

@@ -136,7 +136,7 @@ def test_a_group_that_never_counts_a_token_has_a_problem_until_it_does(story: St
         assert problems(story.deployment) == []
         report(story, number * WINDOW, 0, StepPhase.DECODE)
     (problem,) = problems(story.deployment)
-    assert problem.startswith(f"no rank has counted a token in the newest {16 * WINDOW} steps")
+    assert problem.startswith(f"no rank has counted a token in the last {16 * WINDOW} steps")
     report(story, 16 * WINDOW, 1, StepPhase.DECODE)
     assert problems(story.deployment) == []
 
@@ -162,7 +162,7 @@ def test_zero_counts_are_a_problem_if_the_ranks_report_tokens(story: Story) -> N
     assert problems(story.deployment) == []
     report(story, 2 * WINDOW, 0, StepPhase.DECODE, reported=5)
     (problem,) = problems(story.deployment)
-    assert problem.startswith(f"no rank has counted a token in the newest {WINDOW} steps")
+    assert problem.startswith(f"no rank has counted a token in the last {WINDOW} steps")
 
 
 def test_a_heat_phase_that_no_step_has_is_a_problem() -> None:
@@ -173,7 +173,7 @@ def test_a_heat_phase_that_no_step_has_is_a_problem() -> None:
         assert problems(story.deployment) == []
         report(story, number * WINDOW, 1, StepPhase.DECODE)
     (problem,) = problems(story.deployment)
-    assert problem.startswith(f"none of the newest {16 * WINDOW} steps with tokens was a prefill step")
+    assert problem.startswith(f"none of the last {16 * WINDOW} steps with tokens was a prefill step")
     report(story, 16 * WINDOW, 1, StepPhase.PREFILL)
     assert problems(story.deployment) == []
 
@@ -282,12 +282,12 @@ def test_tokens_in_slots_that_are_in_no_table_are_a_problem(split: str) -> None:
         ("tables", False, None),
         ("tables", True, None),  # the service then plans for the ranks' split
         ("step", True, None),
-        ("even", True, "plans for split even; serve with --split step"),
-        ("deal", True, "plans for split deal; serve with --split step"),
+        ("even", True, "plans for split=even; serve with --split step"),
+        ("deal", True, "plans for split=deal; serve with --split step"),
         ("step", False, "set EPLB_AGENT_STEP_SPLIT=on"),
     ],
 )
-def test_a_service_that_plans_for_another_split_than_the_ranks_perform_is_a_problem(
+def test_a_service_that_plans_for_a_different_split_than_the_ranks_perform_is_a_problem(
     split: str, by_step: bool, problem: str | None
 ) -> None:
     story = Story()

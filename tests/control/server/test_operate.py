@@ -244,7 +244,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         await group.send_heat(skewed_heat(8))
         await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
         assert await eplb(group, "rebalance", "decode") == 2
-        assert f"leader term {welcome.leader_term} is older than {IN_2106}" in capsys.readouterr().err
+        assert f"leader term {welcome.leader_term} is lower than {IN_2106}" in capsys.readouterr().err
         assert await eplb(group, "status", "decode", "--json") == 0
         status = json.loads(capsys.readouterr().out)["status"]
         (problem,) = status["problems"]

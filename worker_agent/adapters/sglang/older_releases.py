@@ -40,7 +40,7 @@ def refuse_runner(release: str, runner: Any, all_to_all: str) -> None:
             (
                 all_to_all == "none",
                 f"SGLang {release} without an all-to-all",
-                "In most models in this release, tokens then go to slots by expert number instead of by the tables",
+                "In most models in this release, tokens go to slots by expert number instead of by the tables",
                 f"{_REMEDY}, start with --moe-a2a-backend deepep",
             ),
             (

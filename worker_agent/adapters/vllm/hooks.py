@@ -142,7 +142,7 @@ def _replace_balancer() -> None:
 
 
 def _watch_loading() -> None:
-    """Patch ``load_model`` to refuse unsupported settings before it runs, and to log if the model is not balanced."""
+    """Patch ``load_model`` to refuse unsupported settings, and to log after loading if the model is not balanced."""
     from vllm.v1.worker.gpu_worker import Worker
 
     load_model = Worker.load_model

@@ -28,7 +28,8 @@ class PlannerConnector(EplbConnectorBase):  # type: ignore[misc]
     def __init__(self, eplb_config: Any) -> None:
         super().__init__(eplb_config)
         self.placement_policy(eplb_config)
-        # The connector passes only the sum of the window, which leads to worse decisions than a window in parts.
+        # The connector passes only the sum of the window, which leads to worse decisions than a window divided into
+        # parts.
         hand_over_windows(AgentSettings().window_parts)
 
     @classmethod

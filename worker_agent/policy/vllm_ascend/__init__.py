@@ -14,7 +14,8 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this vLLM-Ascend has a different interface, or if the planner is not installed. Nothing is patched then.
+        If this vLLM-Ascend has a different interface, or if the planner is not installed. In either case, nothing is
+        patched.
     """
     from vllm import envs
 

@@ -162,7 +162,8 @@ def _warm_up_dealing() -> None:
         warm_up()
     except Exception as error:
         _log.error(
-            "replicas will take equal turns, because the kernels of their shares failed", exc_info=error
+            "replicas will take equal turns, because the kernels that compute their shares failed",
+            exc_info=error,
         )
 
 
@@ -187,7 +188,7 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If this vLLM-Ascend has a different interface. Nothing is patched then.
+        If this vLLM-Ascend has a different interface. In that case, nothing is patched.
     """
     from vllm.distributed import get_eplb_group
     from vllm.distributed.eplb import async_worker

@@ -227,7 +227,7 @@ class Credentials:
         names = set(certificate_names)
         proven = None
         for credential in self._all:
-            # Compare with every credential, so that the duration does not reveal which one matches.
+            # Compare with every credential, so that the timing does not reveal which one matches.
             matches = bool(token) and hmac.compare_digest(digest, credential.digest)
             if matches or (credential.certificate and credential.certificate in names):
                 proven = proven or credential

@@ -355,7 +355,7 @@ class ControlPlane:
         service_problems = list(self._writer.store.notices)
         if failing:
             service_problems.append(
-                f"the store cannot be written, so a restart would lose the current changes: {failing}"
+                f"cannot write to the store, so a restart would lose the changes not yet written: {failing}"
             )
         expiring = {
             setting: validity for setting, validity in certificates.items() if validity.expires_soon(now)
