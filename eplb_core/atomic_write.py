@@ -1,4 +1,4 @@
-"""Atomic writes of files, and checks of output paths before long work begins."""
+"""Atomic file writes, and checks of output paths before long work begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class OutputError(ValueError):
-    """Path that cannot be written to. The message gives the reason."""
+    """An output path cannot be written to. The message gives the reason."""
 
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
@@ -40,8 +40,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     data
         New content.
     durable
-        True to flush the file to disk, which takes some milliseconds. Without it, a power cut may lose the new
-        content.
+        True to flush the file to disk, which takes a few milliseconds. If False, a power cut may lose the new content.
 
     Raises
     ------

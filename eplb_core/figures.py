@@ -1,4 +1,4 @@
-"""Readable numbers: significant digits only, with separators between thousands and without exponents."""
+"""Readable numbers: significant digits only, with thousands separators and without exponents."""
 
 from __future__ import annotations
 

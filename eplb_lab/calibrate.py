@@ -1,4 +1,4 @@
-"""Time this machine's expert kernel over a grid of busy slots and tokens. ``eplb calibrate`` fits a cost curve to it.
+"""Time this machine's expert kernel over a grid of busy slots and tokens, for ``eplb calibrate`` to fit a cost curve.
 
 ``python -m eplb_lab.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement. ``eplb calibrate``
 starts it. Run it before serving, never while serving.

@@ -69,7 +69,8 @@ class Solution:
     verdicts
         Reason why each layer changed or stayed. With a cost curve, also the microseconds of its slowest rank.
     ms_before
-        Milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` without a cost curve.
+        Milliseconds per step of each layer's slowest rank, summed over the layers; ``None`` if there is no cost
+        curve.
     ms_after
         ``ms_before`` after the change.
     """
@@ -135,8 +136,9 @@ def solve(
         ``[R, L, E]`` or ``[R, L, E, D]``, deployed tables of ``placement``; by default the tables that follow from the
         engines' fixed rule. D is the number of entries per expert that the host uses in turn.
     prior
-        ``[P, L, E]``, similar heat, such as prefill heat for a decode instance that has not recorded enough of its own.
-        The deployed placement is assumed to be the one solved for this heat. Cannot be combined with ``placement``.
+        ``[P, L, E]``, similar heat, such as prefill heat for a decode instance that has not yet recorded enough decode
+        heat. The deployed placement is assumed to be the one solved for this heat. Cannot be combined with
+        ``placement``.
     source_heat
         ``[T, R, L, E]``, tokens by source rank, which must add up to ``heat``. By default, every rank sends the same
         number of tokens.
@@ -150,8 +152,8 @@ def solve(
     topology
         Nodes and token groups; by default, one node and no shared tokens.
     options
-        Any other fields of ``PlannerSettings``. With a ``CostCurve`` as ``cost_curve``, a layer changes only if this
-        shortens the time of its slowest rank.
+        Any other fields of ``PlannerSettings``. With a ``CostCurve`` as ``cost_curve``, a layer changes only if the
+        change shortens the time of its slowest rank.
 
     Returns
     -------
@@ -460,7 +462,7 @@ def _verdicts(
     moves_L: npt.NDArray[np.int64],
     topology: Topology,
 ) -> tuple[LayerVerdict, ...]:
-    """Return the verdicts of a decision, extended by the repair of a foreign placement."""
+    """Return the verdicts of a decision, including the repair of a foreign placement."""
     verdicts = list(decision.verdicts)
     if start.foreign_LRS is None:
         return tuple(verdicts)
@@ -510,7 +512,7 @@ def _summed_source(
             f"{list(source_TRLE.shape)}"
         )
     source_RLE: Float64 = source_TRLE.sum(axis=0, dtype=np.float64)
-    # All ranks in a token group report the same tokens, so the sum can be checked only if there are no such groups.
+    # All ranks in a token group report the same tokens, so the sum can be checked only if there are no token groups.
     if topology is None or topology.token_groups()[0].size == ranks:
         heat_LE = heat_TLE.sum(axis=0, dtype=np.float64)
         wrong_LE = ~np.isclose(source_RLE.sum(axis=0), heat_LE, rtol=1e-6, atol=1e-6)

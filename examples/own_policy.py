@@ -1,8 +1,8 @@
 """Try a balancing policy of your own against the built-in one, on a recorded trace.
 
-Run it from the repository root: ``python examples/own_policy.py``. The command line accepts the policy too, from the
-folder of this file: ``eplb replay --policy flashlb,own_policy:swap_first ...``. ``eplb bench`` also compares it with
-other engines' balancers.
+Run it from the repository root: ``python examples/own_policy.py``. In the folder of this file, run
+``eplb replay --policy flashlb,own_policy:swap_first ...`` to use the policy on the command line. ``eplb bench``
+compares the policy with other engines' balancers.
 """
 
 from pathlib import Path

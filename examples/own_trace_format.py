@@ -30,7 +30,7 @@ LINES = """\
 def read_lines(path: Path, read_as: ReadAs) -> Trace | None:
     """Read one step per line and one token count per expert, for a model with one layer.
 
-    Returns ``None`` if the file has another format, so that the next reader is tried.
+    Returns ``None`` if the file has a different format, so that the next reader is tried.
     """
     if path.suffix != ".lines":
         return None

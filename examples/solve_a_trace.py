@@ -12,7 +12,7 @@ TRACE = Path(__file__).parents[1] / "docs/examples/byte_moe_decoding.npz"
 
 
 def main() -> None:
-    """Place the experts of a small model's decoding on 8 ranks with 5 slots each."""
+    """Place a small model's experts on 8 ranks with 5 slots each, based on heat recorded while decoding."""
     heat_TLE = read_heat(TRACE)
     print(f"heat: {heat_TLE.shape[0]} steps, {heat_TLE.shape[1]} layers, {heat_TLE.shape[2]} experts")
 
@@ -29,4 +29,4 @@ if __name__ == "__main__":
 #   heat: 256 steps, 4 layers, 32 experts
 #   PAR 2.218 before, 1.544 promised after
 #   layer 0, experts of rank 0: [15, 1, 14, 29, 20]
-#   placed from scratch (26 slots receive weights): 1.961 to 1.484 on this window
+#   placed from scratch (26 slots receive weights): PAR 1.961 to 1.484 on this window

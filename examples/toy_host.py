@@ -1,6 +1,6 @@
 """A toy inference host with an adapter: one MoE layer of H x H experts on every rank of a gloo group.
 
-Each rank counts the experts that its tokens chose and the tokens that its slots received, maps its tokens by its own
+Each rank counts the experts that its tokens chose and the tokens that its slots received, maps its tokens with its own
 ``log2phy``, and calls the agent once per forward pass. Start a service with ``eplb serve``, then run
 ``python examples/toy_host.py 127.0.0.1:50551 --ranks 2``. ``service_with_three_ranks.py`` does both.
 """
@@ -29,7 +29,7 @@ class ToyLayer:
     """One MoE layer with the attributes that an agent needs (``LiveLayer``) and a top-1 forward pass."""
 
     source_load: torch.Tensor | None
-    shares_tokens = False  # each rank routes its own tokens, by its own table
+    shares_tokens = False  # each rank routes its own tokens, with its own table
 
     def __init__(self, experts_EHH: torch.Tensor, placement: Placement, rank: int, ranks: int) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class ToyLayer:
 
 
 def serve(service: str, steps: int, after_switch: int) -> tuple[float, int]:
-    """Serve ``steps`` steps, or ``after_switch`` more after the first switch of the layer.
+    """Serve ``steps`` steps, but stop ``after_switch`` steps after the layer's first switch.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def serve(service: str, steps: int, after_switch: int) -> tuple[float, int]:
     Returns
     -------
     tuple of float and int
-        Largest difference between the outputs and those of the experts themselves, and the number of switches.
+        Largest difference between the outputs and those computed with the experts directly, and the number of switches.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
@@ -122,7 +122,7 @@ def _run_rank(
 
 
 def main() -> None:
-    """Serve with the number of ranks on the command line until the service has switched the layer."""
+    """Serve on the number of ranks given on the command line until the service has switched the layer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("service", help="address of the service, host:port")
     parser.add_argument("--ranks", type=int, default=2)

@@ -42,7 +42,9 @@ class NoSourceArchive(sdist):
 
     def run(self) -> None:
         """Exit with an error."""
-        raise SystemExit("build a wheel here; the source archive of eplb-service contains these sources")
+        raise SystemExit(
+            "cannot build a source archive here; build a wheel, or use the source archive of eplb-service"
+        )
 
 
 def build(distribution: str, package: str, *, stubs: bool = False) -> None:
@@ -62,6 +64,6 @@ def build(distribution: str, package: str, *, stubs: bool = False) -> None:
     )
     commands = {"sdist": NoSourceArchive} | ({"build_py": BuildWithStubs} if stubs else {})
     with (ROOT / "packaging" / distribution / "pyproject.toml").open() as tree:
-        # Two builds at the same time would delete each other's files in ``build``.
+        # Concurrent builds would delete each other's files in ``build``.
         fcntl.flock(tree, fcntl.LOCK_EX)
         setup(packages=packages, package_dir={package: f"../../{package}"}, cmdclass=commands)

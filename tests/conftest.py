@@ -1,6 +1,6 @@
-"""Settings of all tests: deterministic examples, no example deadlines on a busy machine, and a limit on cleanup.
+"""Settings for all tests: deterministic examples, no example deadlines on a busy machine, and a limit on cleanup.
 
-A property test runs on 50 examples unless it sets another number. ``make test-slow`` doubles that number.
+A property test runs on 50 examples unless it sets a different number. ``make test-slow`` doubles that number.
 Counterexamples that random exploration finds (``make fuzz-properties``) are kept beside their test as an explicit
 ``@example``.
 
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Limit the time of a test including its cleanup."""
+    """Limit the time that a test and its cleanup may take."""
     marker = item.get_closest_marker("timeout")
     everywhere = item.config.getoption("timeout") or item.config.getini("timeout")
     seconds = float(marker.args[0] if marker else everywhere)

@@ -1,4 +1,4 @@
-"""Breadth-first search of all states of a small world, for the shortest sequence of events that breaks a promise."""
+"""Breadth-first search of a small world's states for the shortest sequence of events that violates an invariant."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Event: TypeAlias = tuple[Any, ...]
 
 
 class Broken(AssertionError):
-    """Raised if a promise is broken."""
+    """Raised if an invariant is violated."""
 
 
-TRIPPED = "trips over itself: "
-"""Prefix of the report if a machine raised an unexpected error. Such a mutant tests no promise."""
+TRIPPED = "raised an unexpected error: "
+"""Prefix of the report if a machine raised an unexpected error. Such a mutant does not test an invariant."""
 
 
 def must(holds: bool, otherwise: str) -> None:
-    """Raise ``Broken`` with the message ``otherwise`` if the promise does not hold."""
+    """Raise ``Broken`` with the message ``otherwise`` if the invariant does not hold."""
     if not holds:
         raise Broken(otherwise)
 
 
 def happen(action: Callable[..., None], *arguments: Any) -> None:
-    """Run ``action``. An unexpected error in the machine also breaks a promise."""
+    """Run ``action``. An unexpected error in the machine also violates an invariant."""
     try:
         action(*arguments)
     except Broken:
@@ -40,7 +40,7 @@ def happen(action: Callable[..., None], *arguments: Any) -> None:
 class Walk:
     """Result of a walk: visited states and transitions, and CPU time in seconds.
 
-    ``broken`` describes the shortest sequence of events that breaks a promise, or is ``None``.
+    ``broken`` describes the shortest sequence of events that violates an invariant, or is ``None``.
     """
 
     scenario: str
@@ -51,7 +51,7 @@ class Walk:
 
     @property
     def caught(self) -> bool:
-        """Return True if a mutant broke a promise and did not merely raise an unexpected error."""
+        """Return True if a mutant violated an invariant and did not merely raise an unexpected error."""
         return self.broken is not None and not self.broken.startswith(TRIPPED)
 
     @property
@@ -62,9 +62,9 @@ class Walk:
 
 
 def walk(scenario: str, first: Any) -> Walk:
-    """Visit every state once and stop at the first broken promise.
+    """Visit every state once and stop at the first violated invariant.
 
-    A promise is also broken if a state can never settle without another fault.
+    An invariant is also violated if a state can never settle without another fault.
 
     A state lists its possible ``events()``. ``after(event)`` returns the next state or raises ``Broken``. A state is
     ``settled`` if nothing is pending. An event ``needs_no_fault`` if it happens eventually without further faults.
@@ -106,7 +106,7 @@ def walk(scenario: str, first: Any) -> Walk:
 
 
 def report(walks: Iterator[Walk], hunted: Iterator[tuple[str, Walk]]) -> bool:
-    """Print the result of each walk and mutant; return True if no promise is broken and all mutants are caught."""
+    """Print the result of each walk and mutant; return True if no invariant is violated and all mutants are caught."""
     good = True
     seen = []
     for result in walks:

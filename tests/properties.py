@@ -26,19 +26,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=None, help="of the examples (by default from the clock)")
-    parser.add_argument("--times", type=int, default=40, help="this many times the gate's examples (40)")
-    parser.add_argument("--processes", default="auto", help="in parallel (one per core)")
-    parser.add_argument("tests", nargs="*", default=["tests"], help="files, folders or names of tests (all)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the examples (default: taken from the clock)"
+    )
+    parser.add_argument(
+        "--times", type=int, default=40, help="multiple of the gate's number of examples (default: 40)"
+    )
+    parser.add_argument(
+        "--processes", default="auto", help="number of parallel processes (default: one per core)"
+    )
+    parser.add_argument(
+        "tests", nargs="*", default=["tests"], help="test files, folders or names (default: all)"
+    )
     arguments = parser.parse_args()
     seed = time.time_ns() % SEEDS if arguments.seed is None else arguments.seed
     again = f"--seed {seed} --times {arguments.times} {shlex.join(arguments.tests)}"
-    print(f'seed {seed}; again: make fuzz-properties ARGS="{again}"', flush=True)
+    print(f'seed {seed}; to reproduce: make fuzz-properties ARGS="{again}"', flush=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.properties", "-m", "hypothesis"]
     command += ["--timeout", "3600", "--hypothesis-profile", "explore", "--hypothesis-seed", str(seed)]
     command += ["--examples-times", str(arguments.times), "-n", arguments.processes, "--dist", "worksteal"]
     done = subprocess.run([*command, *arguments.tests], cwd=ROOT, check=False)
-    print(f"seed {seed}: {'nothing found' if done.returncode == 0 else 'see above'}")
+    print(f"seed {seed}: {'no counterexample found' if done.returncode == 0 else 'failed, see above'}")
     sys.exit(done.returncode)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# After one rank fails, the others have this long to leave their collective before they are killed.
+# After one rank fails, the other ranks have this long to leave their collective before they are killed.
 _GRACE_SECONDS = 1.0
 
 
@@ -116,7 +116,9 @@ class Ranks:
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
         for rank in pending.values():
             failures[rank] = (
-                "was not done when another failed" if failures else f"not done in {self.deadline:g} s"
+                "had not finished when another rank failed"
+                if failures
+                else f"did not finish in {self.deadline:g} s"
             )
         return results, failures
 

@@ -39,7 +39,7 @@ def test_a_symbolic_link_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch, failure):
+def test_a_failure_keeps_the_old_file_and_leaves_no_temporary_file(tmp_path, monkeypatch, failure):
     path = tmp_path / "out.json"
     path.write_bytes(b"old")
 
@@ -62,7 +62,7 @@ def test_a_failure_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch,
         ("folder.npz", "not a regular file"),
     ],
 )
-def test_an_invalid_output_path_is_rejected_beforehand(tmp_path, name, message):
+def test_an_invalid_output_path_is_rejected_before_anything_is_written(tmp_path, name, message):
     (tmp_path / "folder.npz").mkdir()
     with pytest.raises(OutputError, match=message):
         check_output(tmp_path / name, (".npz", ".json"))

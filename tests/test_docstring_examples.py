@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OPENS_A_PROCESS_GROUP = {"worker_agent.agent"}
-"""Modules whose examples run in a process of their own."""
+"""Modules whose examples run in a separate process."""
 PACKAGES = ("eplb_core", "eplb_lab", "eplb_service", "worker_agent", "benchmarks")
 
 
@@ -31,7 +31,7 @@ def test_docstrings_contain_examples() -> None:
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_examples_print_what_they_show(name: str) -> None:
+def test_docstring_examples_print_their_documented_output(name: str) -> None:
     if name in OPENS_A_PROCESS_GROUP:
         run_in_its_own_process(name)
         return

@@ -17,7 +17,7 @@ PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml", "packaging/
 
 
 def modules() -> dict[str, ast.Module]:
-    """Return the packages' modules with code, by name."""
+    """Return the packages' modules that contain code, by name."""
     trees = {}
     for package in ("eplb_core", "eplb_lab", "eplb_service", "worker_agent"):
         for path in (ROOT / package).rglob("*.py"):

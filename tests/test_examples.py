@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 NEEDS_A_SERVICE = {"toy_host"}
-"""Run by ``service_with_three_ranks`` and by tests/docs/test_adapter.py."""
+"""Examples that ``service_with_three_ranks`` and tests/docs/test_adapter.py run instead."""
 
 
 def documented_output(name: str) -> list[str]:

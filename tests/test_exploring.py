@@ -1,4 +1,4 @@
-"""Tests of the search behind `make explore`: it finds broken promises, and unexpected errors do not count as caught."""
+"""Tests of the search behind `make explore`: it finds violated invariants and does not count unexpected errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.exploring import Event, Walk, happen, must, report, walk
 
 @dataclass(frozen=True)
 class Stairs:
-    """A counter as a world. At ``trap`` it breaks a promise, and at ``stumble`` it raises an unexpected error."""
+    """A counter as a world. At ``trap`` it violates an invariant, and at ``stumble`` it raises an unexpected error."""
 
     at: int = 0
     top: int = 3
@@ -41,7 +41,7 @@ class Stairs:
         return self.at
 
 
-def test_a_broken_promise_is_reported_with_the_shortest_sequence_of_events() -> None:
+def test_a_violated_invariant_is_reported_with_the_shortest_sequence_of_events() -> None:
     seen = walk("trap", Stairs(trap=2))
     assert seen.broken == "stepped into the trap\n    after up, up, up"
     assert seen.caught
@@ -53,14 +53,14 @@ def test_a_state_that_never_settles_is_found() -> None:
     assert seen.broken.startswith("the pending actions can never end")
 
 
-def test_an_unexpected_error_breaks_a_promise_but_does_not_count_as_caught() -> None:
+def test_an_unexpected_error_violates_an_invariant_but_does_not_count_as_caught() -> None:
     seen = walk("stumble", Stairs(stumble=1))
     assert seen.broken is not None
     assert "one argument too many" in seen.broken
     assert not seen.caught
 
 
-def test_only_mutants_that_break_promises_are_caught() -> None:
+def test_only_mutants_that_violate_invariants_are_caught() -> None:
     good = Walk("a walk", 1, 1, 0.0, None)
     trapped = walk("trap", Stairs(trap=2))
     tripped = walk("stumble", Stairs(stumble=1))

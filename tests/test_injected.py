@@ -41,5 +41,5 @@ def test_no_injected_error_leaves_a_lock_held() -> None:
                 sys.settrace(None)
         tried += lines == failing
         assert not lock.locked()
-    # Two loop iterations, three visits to the loop head, the first line and the last.
+    # Two lines in each of two iterations, three visits to the loop head, and the first and the last line.
     assert tried == 2 * 2 + 3 + 2

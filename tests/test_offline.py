@@ -1,4 +1,4 @@
-"""Tests of ``solve``: placement of recorded heat in one call, and errors on one line."""
+"""Tests of ``solve``: placement for recorded heat in one call, and one-line errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_source_heat_shapes_the_tables() -> None:
             "log2phy must be an array of integers",
         ),
         ({"source_heat": HEAT}, "expected source heat of shape"),
-        ({"heat": -HEAT}, "finite and at least 0"),
+        ({"heat": -HEAT}, "finite and non-negative"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),
         ({"heat": HEAT[:0]}, "no steps"),
     ],

@@ -37,7 +37,7 @@ AGENT = PROJECTS["worker_agent"]
 FOUND_IN_PLACE = {"torch", "torch_npu", "triton", "vllm", "vllm_ascend", "sglang"}
 """Packages that an inference engine provides. They are never requirements."""
 ONLINE_ONLY = {"google.protobuf", "grpc", "pydantic"}
-"""Packages that the wire format and curve files need. Offline decisions do not."""
+"""Packages that the wire format and curve files need, but offline decisions do not."""
 IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
@@ -78,11 +78,11 @@ def run_python(program):
     return done.stdout
 
 
-def test_all_distributions_have_one_version():
+def test_all_distributions_have_the_same_version():
     assert {project["version"] for project in PROJECTS.values()} == {eplb_service.__version__}
 
 
-def test_distributions_require_each_other_in_the_same_version():
+def test_distributions_require_each_other_at_the_same_version():
     requirements = [
         line
         for project in PROJECTS.values()
@@ -159,11 +159,11 @@ def test_the_lab_declares_its_imports():
     assert imported("eplb_lab") - FOUND_IN_PLACE - {"torch_npu"} <= declares | {"torch"}
 
 
-def test_the_tests_declare_their_imports():
+def test_every_declared_test_requirement_is_used():
     loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {
         "helm_python",
         "safetensors",
-    }  # importorskip
+    }  # loaded with pytest.importorskip
     assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 

@@ -52,5 +52,5 @@ def test_a_late_rank_is_reported_with_the_deadline():
     with Ranks(2) as ranks:
         ranks.run(sum_of_ranks, 0)
         ranks.deadline = 1.5
-        with pytest.raises(RankFailure, match=r"rank 1: not done in 1\.5 s"):
+        with pytest.raises(RankFailure, match=r"rank 1: did not finish in 1\.5 s"):
             ranks.run(sleep_on_rank, 1, 30.0)

@@ -23,7 +23,7 @@ PACKAGES = {
     "eplb_lab": "eplb_lab",
     "eplb_service": "eplb_service",
 }
-"""Package in each wheel."""
+"""Package in each wheel, by distribution name."""
 IMPORT_AGENT = """
 import importlib, pkgutil, sys, worker_agent
 # These need the extra ``policy`` or the engine itself.
@@ -64,11 +64,11 @@ def files(wheel: Path) -> set[str]:
 
 
 def python(program: str, folder: Path, absent: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run a program with the unpacked wheels of ``folder`` and this environment's packages except ``absent``."""
+    """Run a program with the wheels unpacked in ``folder`` and this environment's packages, except ``absent``."""
     torch = find_spec("torch")
     assert torch is not None
     site = str(Path(str(torch.origin)).parents[1])
-    # Without ``site`` no editable install is on the path.
+    # The option -S disables ``site``, so no editable install is on the path.
     start = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({site!r})\n"
     start += f"sys.modules.update(dict.fromkeys({absent}))\n"
     command = [sys.executable, "-I", "-S", "-c", start + program]

@@ -1,7 +1,7 @@
 """Run every check that needs a GPU or NPU, in at most eight minutes: ``make device-checks``.
 
-Each check runs in its own process with its own time limit. The exit code is 0 if no check fails, 1 if one fails or no
-time is left for it, and 2 if torch finds no device.
+Each check runs in its own process with its own time limit. The exit code is 0 if no check fails, 1 if a check fails or
+no time is left for it, and 2 if torch finds no device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks, or run one part in this process, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--device", choices=("cpu", "cuda", "npu"), help="kind of device (default: detected by torch)"
+        "--device", choices=("cpu", "cuda", "npu"), help="device type (default: detected by torch)"
     )
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checks(device: str) -> list[Check]:
-    """Return all checks for a kind of device, most important first."""
+    """Return all checks for a device type, most important first."""
     module = [sys.executable, "-m", "tools.device_checks", "--device", device, "--part"]
     pytest = [sys.executable, "-m", "pytest"]
     return [
@@ -179,7 +179,7 @@ def staging(device: torch.device) -> str:
         if [buffer.data_ptr() for buffer in reserved_staging.reserve([weights], [rows])[0]] != reserved:
             raise RuntimeError(f"staging for {rows} experts lies outside the memory that was reserved for 16")
     if _allocated(device) != before:
-        raise RuntimeError("a transfer that fits in the reserved staging allocates device memory")
+        raise RuntimeError("a transfer that fits in the reserved staging allocated device memory")
     return (
         f"{reserved_staging.nbytes / 2**20:.0f} MiB reserved once and used for transfers of 1 to 16 experts"
     )
@@ -190,7 +190,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def counting(device: torch.device) -> str:
-    """Time counting the choices per layer, including the wait for the device."""
+    """Measure the time to count a layer's choices, including the wait for the device."""
     from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 
     counter = ChoiceCounter(_LAYERS, _EXPERTS, device)
@@ -211,7 +211,7 @@ def counting(device: torch.device) -> str:
 
 
 def commit(device: torch.device) -> str:
-    """Time installing experts, including the wait for the device, against a plain copy of the same size."""
+    """Measure the time to install experts, including the wait for the device, relative to a copy of equal size."""
     from benchmarks.switch.parts import commit as timed
 
     ratio = timed(_HIDDEN, _INTERMEDIATE, _MOVED, _ROUNDS, device)

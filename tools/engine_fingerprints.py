@@ -1,8 +1,8 @@
 """Fingerprints of the engine functions that an adapter relies on, from the engines' sources.
 
 ``make known-engines`` records every version in ``engine_sources.VERSIONS`` in the adapters' ``known.json`` and prints
-the changes between successive versions. Read these before you add a version. ``ARGS="--engine vllm TARGET ..."`` adds
-functions. The engines need not be installed. The fingerprints are identical to those that
+the changes between successive versions. Read the changes before you add a version. To add functions, run it with
+``ARGS="--engine vllm TARGET ..."``. The engines need not be installed. The fingerprints are identical to the ones that
 ``worker_agent.adapters.compat.fingerprint`` computes for an installed engine.
 """
 
@@ -40,7 +40,7 @@ def find(folder: Path, target: str) -> Function | None:
 
 
 def moved(folder: Path, functions: dict[str, Function]) -> dict[str, str]:
-    """Return how the package in ``folder`` differs from ``functions``, keyed by target."""
+    """Return the differences between the package in ``folder`` and ``functions``, keyed by target."""
     return _differences(functions, {target: find(folder, target) for target in functions})
 
 
@@ -80,7 +80,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 def main() -> None:
     """Record all versions of one engine, or of every engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--engine", choices=VERSIONS, help="engine to record; by default, all")
+    parser.add_argument("--engine", choices=VERSIONS, help="engine to record (default: all)")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")
     options = parser.parse_args()
     if options.targets and options.engine is None:

@@ -100,5 +100,5 @@ def _pip(requirement: str, *arguments: str) -> str:
         [sys.executable, "-c", _FETCH, *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SourceUnavailableError(f"{requirement} cannot be downloaded: {done.stderr[-800:]}")
+        raise SourceUnavailableError(f"cannot download {requirement}: {done.stderr[-800:]}")
     return done.stdout.strip()

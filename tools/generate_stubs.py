@@ -1,4 +1,4 @@
-"""Generate Python stubs from ``proto/eplb/v1``. The build calls it; run it by hand after editing a ``.proto``.
+"""Generate Python stubs from ``proto/eplb/v1``. The build runs this script; run it by hand after editing a ``.proto``.
 
 ``pyproject.toml`` pins an old compiler on purpose. Stubs from protoc 28 run on every protobuf runtime since 5.29, while
 stubs from a newer compiler reject older runtimes.

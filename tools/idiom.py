@@ -2,13 +2,13 @@
 
 Three kinds of occurrences are counted in each room:
 
-- constructions of ``CONSTRUCTIONS`` per 1,000 words of docstrings, comments and Markdown pages;
+- constructions in ``CONSTRUCTIONS`` per 1,000 words of docstrings, comments and Markdown pages;
 - assignments of several unrelated values in one statement, per 1,000 lines of code;
 - names of variables and parameters that are only a participle or a pronoun, per 100 names.
 
 The expressions also match some correct uses, for example "where" after a place. The targets allow for these.
 
-With rooms as arguments, print the place of each occurrence in these rooms instead.
+If the arguments name rooms, print the place of each occurrence in these rooms instead.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Gauge:
     per
         Number in ``unit``.
     smallest
-        Smallest total to divide by. It keeps a single occurrence in a small room from making a high rate.
+        Smallest total to divide by. It keeps a single occurrence in a small room from producing a high rate.
     """
 
     name: str
@@ -274,10 +274,10 @@ def print_places(room: Room) -> None:
 
 
 def print_rates(rooms: Mapping[str, Room]) -> None:
-    """Print the rates of each room beside their ceilings, and name the ceilings that can be lowered."""
+    """Print the rates of each room beside their ceilings, and list the ceilings that can be lowered."""
     width = max(map(len, rooms))
     print(" " * width, *(f"{gauge.name:>{_COLUMN}}" for gauge in GAUGES))
-    units = (f"per {gauge.unit} (most)" for gauge in GAUGES)
+    units = (f"per {gauge.unit} (max)" for gauge in GAUGES)
     print(" " * width, *(f"{unit:>{_COLUMN}}" for unit in units))
     for name, counts in rooms.items():
         cells = (
@@ -290,7 +290,7 @@ def print_rates(rooms: Mapping[str, Room]) -> None:
 
 
 def stale_ceilings(rooms: Mapping[str, Room]) -> list[str]:
-    """Return the rooms of ``CEILINGS`` that are gone, or have a rate at least one below its ceiling."""
+    """Return the rooms of ``CEILINGS`` that no longer exist, or have a rate at least one below its ceiling."""
     return [
         name
         for name, limits in CEILINGS.items()

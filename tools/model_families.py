@@ -23,10 +23,10 @@ _HEAD = """# Models that can be balanced
 
 The agent can balance the models that the engine's own EPLB supports. This list is generated from the engines' sources
 (`python -m tools.model_families`). It names architectures as the checkpoint's `config.json` does, and does not imply
-that a model was run. A model with images or sound is balanced if its language model is. vLLM-Ascend balances every
-model whose MoE layers are vLLM's `FusedMoE`. If a model is not in vLLM's list, vLLM keeps serving without EPLB and
-logs a warning with the class; SGLang exits and gives the reason. An empty field means that the engine does not have
-the model, and `no` that the engine's EPLB does not support it.
+that a model was run. A model that processes images or sound can be balanced if its language model can. vLLM-Ascend
+balances every model whose MoE layers are vLLM's `FusedMoE`. If a model is not in vLLM's list, vLLM keeps serving
+without EPLB and logs a warning with the class; SGLang exits and states the reason. An empty field means that the engine
+does not have the model, and `no` means that the engine's EPLB does not support it.
 
 | architecture | vLLM | SGLang |
 |---|---|---|
@@ -95,7 +95,7 @@ class _Classes:
         for text in self.texts.values():
             uses_moe = bool(_USES_MOE.search(text))
             for body, name, bases in _CLASS.findall(text):
-                # Several devices may each define a class of the same name, so merge their bases and bodies.
+                # Files for different devices may define classes with the same name, so merge their bases and bodies.
                 self._bases[name] = self._bases.get(name, set()) | set(re.findall(r"\w+", bases))
                 self._bodies[name] = self._bodies.get(name, "") + body
                 self._moe |= {name} if uses_moe else set()

@@ -1,6 +1,6 @@
 """Run mutation tests on one package with cosmic-ray, and show the mutants that its tests miss: ``make mutate``.
 
-The mutants are made in a copy of the tree. ``--sample`` sets their number, and ``--seed`` selects them.
+The mutants are created in a copy of the tree. ``--sample`` sets their number, and ``--seed`` selects them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ def main() -> None:
     """Mutate the package given on the command line and print cosmic-ray's report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", choices=ROOMS, default="planner")
-    parser.add_argument("--sample", type=int, default=40, help="number of mutants (40)")
-    parser.add_argument("--seed", type=int, default=0, help="seed for the sample (0)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests per mutant (600)")
+    parser.add_argument("--sample", type=int, default=40, help="number of mutants (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the sample (default: 0)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="time limit for the tests of each mutant, in seconds (default: 600)",
+    )
     arguments = parser.parse_args()
     source, tests = ROOMS[arguments.room]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
 """Record the heat of the shipped model while it decodes its prompts: ``python -m tools.record_trace FILE.npz``.
 
-The router's decisions are those of ``eplb_lab/model`` (``docs/research/model.md``), which is the project's own, so
-the recording has the project's licence. The prompts change from phase to phase, and each step decodes one byte of every
-request.
+The recording contains the routing decisions of the project's own model, ``eplb_lab/model``
+(``docs/research/model.md``), so it has the project's licence. The prompts change from phase to phase, and each step
+decodes one byte of every request.
 """
 
 from __future__ import annotations

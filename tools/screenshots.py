@@ -36,9 +36,9 @@ _WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
-    """Write the named pictures, by default all. Exit with 1 if one needs a browser and none is found."""
+    """Write the named pictures, by default all. Exit with 1 if a picture needs a browser but none is found."""
     parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"pictures to write: {', '.join(PARTS)}; by default all")
+    parser.add_argument("parts", nargs="*", help=f"pictures to write: {', '.join(PARTS)} (default: all)")
     named = parser.parse_args().parts
     if set(named) - PARTS.keys():
         parser.error(f"unknown picture; choose from {', '.join(PARTS)}")
@@ -62,7 +62,9 @@ def _browser() -> str:
     """Return the path of a browser. Exit with 1 if none is found."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        sys.exit(f"make screenshots: found none of {', '.join(BROWSERS)}; on Debian: apt install chromium")
+        sys.exit(
+            f"make screenshots: found none of {', '.join(BROWSERS)}; on Debian, run `apt install chromium`"
+        )
     return browser
 
 

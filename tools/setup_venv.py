@@ -1,8 +1,8 @@
 """Install the project for development into the virtual environment that runs this file.
 
-With ``--oldest``, install only the tests' dependencies, in their oldest supported versions. The Makefile runs this
-script once, and again whenever the dependencies change. Without an accelerator, a CPU build of torch is installed from
-PyTorch's own index or, if that is unreachable, from the configured index.
+If ``--oldest`` is given, install only the tests' dependencies, in their oldest supported versions. The Makefile runs
+this script once, and again whenever the dependencies change. On a machine without an accelerator, a CPU build of torch
+is installed from PyTorch's own index or, if that is unreachable, from the configured index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     )
     editable = [argument for project in projects for argument in ("--editable", project)]
     pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), *editable)
-    print(f".venv is set up; that took {duration(time.monotonic() - began)}", flush=True)
+    print(f".venv is ready; the setup took {duration(time.monotonic() - began)}", flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Print the size of the code in each room, and fail if a figure exceeds its ceiling: ``make size``.
 
 The size is the number of code tokens, so neither documentation nor formatting changes it. The tours in
-``tools/size_tours.py`` measure how many files and types a reader meets when following one datum.
+``tools/size_tours.py`` measure how many files and types a reader encounters when following one datum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LIMITS = {
     "files of a plan": Limit(25, 25),
     "types of a plan": Limit(15, 15),
 }
-"""Limits for the product and the lab. Tests, benchmarks, tools and docs have none."""
+"""Limits for the product and the lab. Tests, benchmarks, tools and docs have no limits."""
 
 SETTINGS = {
     "planner settings": ("eplb_core/planner/settings.py", "PlannerSettings"),
@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(f"make size: {error}; correct the tour in tools/size_tours.py")
     print_figures(rooms, totals)
     if over := [name for name, limit in LIMITS.items() if totals[name] > limit.ceiling]:
-        sys.exit(f"make size: above the ceiling: {', '.join(over)}")
+        sys.exit(f"make size: these figures exceed their ceilings: {', '.join(over)}")
 
 
 def room_figures(sources: Iterable[Source]) -> dict[str, Counter[str]]:

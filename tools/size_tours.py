@@ -102,7 +102,7 @@ def measure(tour: Tour, sources: Mapping[str, Source]) -> TourSize:
 def _definition(stop: Stop, sources: Mapping[str, Source]) -> ast.AST:
     """Return the syntax tree of a stop's definition."""
     if stop.path not in sources:
-        raise TourError(f"{stop.path}, the file of a stop, does not exist")
+        raise TourError(f"the file {stop.path}, which a stop names, does not exist")
     node: ast.AST = sources[stop.path].tree
     for name in filter(None, stop.name.split(".")):
         definitions = [child for child in ast.walk(node) if name in _defined_names(child)]

@@ -95,7 +95,7 @@ class Source:
             yield block[0].start[0], _comment_text(block)
 
     def _docstrings(self) -> list[ast.Expr]:
-        """Return all statements that consist of a string only, which includes attribute docstrings."""
+        """Return all statements that consist only of a string, including attribute docstrings."""
         return [
             node
             for node in ast.walk(self.tree)
@@ -106,7 +106,7 @@ class Source:
 
 
 def python_files(folder: str) -> list[Path]:
-    """Return the Python files below a directory, relative to the repository, without generated ones."""
+    """Return the Python files below a directory, relative to the repository, except generated ones."""
     paths = (path.relative_to(ROOT) for path in sorted((ROOT / folder).rglob("*.py")))
     return [path for path in paths if "generated" not in path.parts]
 

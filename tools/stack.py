@@ -26,7 +26,7 @@ _STEPS = 20_000
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process while the context lasts, with its output in ``log``."""
+    """Run a process while the context is active, with its output in ``log``."""
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             yield process
@@ -69,7 +69,7 @@ def main() -> None:
         print(f"service      {DEFAULT_ADDRESS}, its web page at http://{METRICS}/")
         program = find("prometheus")
         if program is None:
-            print("prometheus   is neither installed nor downloadable, so the stack runs without it")
+            print("prometheus   is not installed and cannot be downloaded, so the stack runs without it")
         else:
             started.append(
                 stack.enter_context(running(prometheus_command(program, folder), folder / "prometheus.log"))

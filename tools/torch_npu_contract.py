@@ -65,7 +65,7 @@ def main() -> None:
         for name, text in files.items():
             (EXTRACT / name).write_text(text)
     print(
-        f"{len(OPERATORS)} operators of {wheel.name}; {'wrote' if options.refresh else 'differing'}: {differing}"
+        f"{len(OPERATORS)} operators in {wheel.name}; {'changed' if options.refresh else 'different'}: {differing}"
     )
     sys.exit(1 if differing and not options.refresh else 0)
 
@@ -105,7 +105,7 @@ def native_file(folder: Path) -> str:
 
 
 def results_file(schemas: dict[str, str], meta: Path) -> str:
-    """Return the text of the results file: what the wheel's shape functions return for each call."""
+    """Return the text of the results file: the results of the wheel's shape functions for each call."""
     library = torch.library.Library("npu", "DEF")
     for schema in schemas.values():
         # A few lines contain only names. If one of our operators were among them, the calls below would fail.

@@ -43,15 +43,15 @@ class Texts:
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.txt"))
         if not files:
-            raise FileNotFoundError(f"{folder}: no .txt files; the corpus is one text file per domain")
+            raise FileNotFoundError(f"{folder} contains no .txt files; expected one text file per domain")
         full_texts = [torch.from_numpy(np.fromfile(path, dtype=np.uint8)) for path in files]
         self.domains = [path.stem for path in files]
         self._training = [text[: int(len(text) * (1 - _HELD_BACK))] for text in full_texts]
         self._validation = [
             text[len(training) :] for text, training in zip(full_texts, self._training, strict=True)
         ]
-        # Odds grow with the square root of a domain's size, so small domains are drawn more often than in proportion to
-        # size.
+        # The odds are proportional to the square root of a domain's size, so small domains are drawn more often than
+        # their size would suggest.
         self._odds = torch.tensor([len(text) ** 0.5 for text in full_texts])
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -228,8 +228,8 @@ def _rate(progress: float) -> float:
 def main() -> None:
     """Train with the settings from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("corpus", type=Path, help="folder of text files, one per domain")
-    parser.add_argument("folder", type=Path, help="checkpoint to write")
+    parser.add_argument("corpus", type=Path, help="directory of text files, one per domain")
+    parser.add_argument("folder", type=Path, help="directory for the checkpoint")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=120.0)

@@ -35,7 +35,7 @@ _log = logging.getLogger("eplb.agent")
 _INITIAL_REPORT_STEPS = 16
 """Number of steps per heat report until the service requests a different number."""
 _WATCH_CALLS = 16
-"""Number of calls between checks that the control stream's thread is alive."""
+"""Number of ``step`` calls between checks that the control stream's thread is alive."""
 
 
 class RestoreError(RuntimeError):
@@ -184,8 +184,8 @@ class Agent:
 
         Examples
         --------
-        The example has one rank, with one layer of four experts that is represented by a namespace. Each pass writes
-        its row of the heat ring and increments the counter. The service is unreachable, so the model keeps its initial
+        The example has one rank and one layer of four experts. A namespace stands in for the layer. Each pass writes
+        one row of the heat ring and increments the counter. The service is unreachable, so the model keeps its initial
         layout:
 
         >>> from types import SimpleNamespace
@@ -323,7 +323,7 @@ class Agent:
         Raises
         ------
         RestoreError
-            If a layer could not be restored. Every rank raises it. Each layer then serves either its previous placement
+            If a layer could not be restored. Every rank raises it. Each layer then uses either its previous placement
             or ``placement``.
         FatalSwitchError
             See ``step``.
@@ -337,7 +337,7 @@ class Agent:
         differing = np.flatnonzero((current.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
         if differing.size:
             raise RestoreError(
-                f"the experts of {differing.size} layers could not be restored: "
+                f"could not restore the experts of {differing.size} layers: "
                 f"{self.halted or self.votes_lost or 'the ranks dropped the plan'}"
             )
 
@@ -427,11 +427,11 @@ class Agent:
         rank = self.identity.rank
         balance = self._stream.balance
         if balance is None:
-            _log.info("rank %d: step %d: PAR unknown, because the service has sent none", rank, self._step)
+            _log.info("rank %d: step %d: PAR unknown, because the service has not sent it", rank, self._step)
             return
         par = f"{balance.par:.3f}"
         switched = self.stats.layers_switched
-        text = "rank %d: step %d: PAR %s over the newest %d steps, %d layers switched so far"
+        text = "rank %d: step %d: PAR %s over the last %d steps, %d layers switched so far"
         _log.info(text, rank, self._step, par, balance.steps, switched)
 
     def _beat(self) -> Heartbeat:
@@ -488,7 +488,7 @@ class Agent:
 
 
 def _find_fatal(error: BaseException | None) -> FatalSwitchError | None:
-    """Return the first fatal error in the chain of ``error`` and its contexts, or ``None`` if there is none."""
+    """Return the first fatal error among ``error`` and its chained contexts, or ``None`` if there is none."""
     while error is not None and not isinstance(error, FatalSwitchError):
         error = error.__context__
     return error

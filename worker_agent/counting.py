@@ -1,4 +1,4 @@
-"""Counting and sorting of expert ids with tensor operators only, so that graphs can capture them."""
+"""Count and sort expert ids with tensor operators only, so that graphs can capture these steps."""
 
 from __future__ import annotations
 

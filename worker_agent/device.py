@@ -60,7 +60,7 @@ class SideStream:
         self._stream: Any = None if self._module is None else self._module.Stream(device=device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is queued on this stream and memory is allocated on it."""
+        """Return a context manager under which work is queued, and memory is allocated, on this stream."""
         if self._module is None:
             return nullcontext()
         context: AbstractContextManager[Any] = self._module.stream(self._stream)
@@ -92,24 +92,24 @@ def host_view(tensor: torch.Tensor) -> memoryview | None:
 
 
 BASE_FORMATS = frozenset({0, 1, 2, 30})
-"""torch_npu's format numbers for NCHW, NHWC, ND and NCDHW, whose elements are in order, so each expert is a slice."""
+"""torch_npu's numbers for NCHW, NHWC, ND and NCDHW. These formats store elements in order, so experts are slices."""
 _ND = 2
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return torch_npu's number for a tensor's memory format, such as 29 for FRACTAL_NZ; 2 (ND) without an NPU."""
+    """Return torch_npu's number for a tensor's memory format, such as 29 for FRACTAL_NZ; 2 (ND) if not on an NPU."""
     if tensor.device.type != "npu":
         return _ND
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def in_blocks(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is in blocks (NZ). torch_npu can only send it as a whole, including padding."""
+    """Return True if a tensor's format is blocked (NZ). torch_npu can only send such a tensor with its padding."""
     return format_of(tensor) not in BASE_FORMATS
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself or, if its memory is in blocks, a copy on its device with the elements in order."""
+    """Return the tensor itself or, if its format is blocked (NZ), a copy on its device with the elements in order."""
     if not in_blocks(tensor):
         return tensor
     copy: torch.Tensor = importlib.import_module("torch_npu").npu_format_cast(tensor, _ND)
@@ -117,5 +117,5 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes in order as a flat uint8 tensor: a view, or a copy if its memory is in blocks."""
+    """Return the tensor's bytes in order as a flat uint8 tensor: a view, or a copy if its format is blocked."""
     return in_order(tensor).detach().reshape(-1).view(torch.uint8)

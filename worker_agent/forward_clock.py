@@ -1,4 +1,4 @@
-"""Numbers and times step boundaries.
+"""Counts forward passes to number step boundaries, and measures the time between boundaries.
 
 Boundaries are numbered by the model's forward passes rather than by calls to the agent. A host may miss a call after a
 pass, or call twice. If calls were counted, its rank would then switch layers one pass before or after its peers, and

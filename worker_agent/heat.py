@@ -30,7 +30,7 @@ _DEADLINE_CALLS = 4096
 
 @dataclass
 class _Block:
-    """Steps that will form the next report.
+    """Block of steps that will form the next report.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ class HeatRecorder:
         """
         if self._next_step not in (None, step):
             self.cut(layer_epochs)
-            # Steps without a call are lost. A repeated call does not belong to any pass, so it loses no step.
+            # Steps without a call are lost. A repeated call does not belong to any pass, so no step is lost.
             self.lost_steps += max(0, step - self._next_step)
         self._next_step = step + 1
         if base is not None:

@@ -125,10 +125,10 @@ class RowDealt(Protocol):
 
 @runtime_checkable
 class SplitByStep(Protocol):
-    """Live layer that declares whether replicas are chosen by each step's own counts instead of the tables."""
+    """Live layer that declares whether each step's own counts determine the replicas, instead of the tables."""
 
     splits_by_step: bool
-    """True if all ranks compute the same split of each step's tokens, which minimises the hottest rank's load."""
+    """True if all ranks compute the same split of each step's tokens, chosen to minimise the hottest rank's load."""
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias, cast, get_args
 
 Mode: TypeAlias = Literal["observe", "policy", "full"]
-"""How much of the balancing the agent does inside an engine.
+"""Role of the agent inside an engine.
 
 - ``observe``: the agent records heat and step times, and changes nothing.
 - ``policy``: this project's planner decides inside the engine's own EPLB, which moves the weights.

@@ -52,4 +52,4 @@ class Runtime:
 
 
 REAL = Runtime()
-"""Runtime of the real process. It is the default everywhere."""
+"""Runtime with the real clock, threads and sockets. It is the default everywhere."""

@@ -36,7 +36,7 @@ class AgentSettings(BaseSettings):
 
     mode: Mode | None = Field(
         None,
-        description="What the agent does inside the engine: observe (record heat, change nothing), policy (decide "
+        description="Role of the agent inside the engine: observe (record heat, change nothing), policy (decide "
         "inside the engine's own EPLB, which moves the weights) or full (replace the engine's EPLB); full if only the "
         "service is set.",
     )
@@ -50,7 +50,8 @@ class AgentSettings(BaseSettings):
     auth_token: SecretStr | None = Field(None, description="Token that the service requires.")
     auth_token_file: Path | None = Field(
         None,
-        description="File that holds the token, read at every connection, so that it can rotate without a restart.",
+        description="File that holds the token, read at every connection, so that the token can be rotated without a "
+        "restart.",
     )
     tls_ca: Path | None = Field(None, description="PEM file of the CA that signed the service's certificate.")
     tls_cert: Path | None = Field(
@@ -133,7 +134,8 @@ class AgentSettings(BaseSettings):
         2.0,
         gt=0,
         le=60,
-        description="Longest wait for the service's decision in policy mode; the ranks then decide themselves.",
+        description="Maximum wait for the service's decision in policy mode, after which the ranks decide on their "
+        "own.",
     )
     window_parts: int = Field(
         64,
@@ -143,15 +145,15 @@ class AgentSettings(BaseSettings):
     )
     step_split: Annotated[int, Field(ge=1)] | Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Choose replicas by each step's own counts: on, off, auto (only if the fitted costs say that it "
-        "pays), or the number of tokens from which a step is split.",
+        description="Choose replicas according to each step's own counts: on, off, auto (only if it pays according to "
+        "the fitted costs), or the minimum number of tokens in a step for the step to be split.",
     )
     initial_placement: Path | None = Field(
         None,
         description="Placement file (from eplb solve --out) from which policy mode starts in vLLM.",
     )
     log_interval_steps: int = Field(
-        1000, ge=1, description="Forward passes between two log lines that state the balance of the engine."
+        1000, ge=1, description="Number of forward passes between log lines that report the engine's balance."
     )
     trace: Path | None = Field(
         None,

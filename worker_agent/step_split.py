@@ -1,4 +1,4 @@
-"""The per-step split inside an engine: each pass divides an expert's tokens over its replicas by the pass's own counts.
+"""Per-step split inside an engine. Each pass divides experts' tokens over their replicas according to its own counts.
 
 All ranks must compute the same split. They do if they all see the same choices in a pass, or if they exchange their
 counts in every layer. The counts of an earlier pass are never used, because they give a worse balance than fixed
@@ -23,7 +23,7 @@ from worker_agent.stepwise import Gatherer, StepwiseSplit
 _log = logging.getLogger("eplb.agent")
 
 KERNEL_DEVICES = ["cuda"]
-"""Types of devices on which Triton's kernels may compute the split."""
+"""Types of devices on which the Triton kernels may compute the split."""
 
 StepSplitSetting: TypeAlias = "str | int"
 """``auto``, ``on``, ``off``, or the minimum number of tokens in a pass for the pass to be split."""
@@ -34,7 +34,8 @@ _PROBED_ROWS = 64
 def is_requested(setting: StepSplitSetting) -> bool:
     """Return True if the setting may turn the split on. Otherwise, adapters do not touch the engine's routing.
 
-    ``auto`` does not: the fitted costs of known devices say that the split does not pay (``docs/step_split.md``).
+    ``auto`` never turns the split on, because the fitted costs say that the split does not pay on any known device
+    (``docs/step_split.md``).
 
     Examples
     --------
@@ -46,7 +47,7 @@ def is_requested(setting: StepSplitSetting) -> bool:
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """Decision on whether an engine splits its passes by step.
+    """Decision on whether an engine uses the step split.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ def choose_split(
     obstacle: str | None = None,
     no_exchange: str | None = None,
 ) -> SplitChoice:
-    """Decide if an engine splits its passes by step. The result is the same on all ranks if the arguments are.
+    """Decide if an engine uses the step split. The result is the same on all ranks if the arguments are.
 
     Parameters
     ----------
@@ -98,27 +99,27 @@ def choose_split(
     device_type
         Type of the model's device.
     obstacle
-        Reason why this engine cannot split by step at all.
+        Reason why this engine cannot use the step split at all.
     no_exchange
-        Reason why its ranks cannot exchange counts; ``None`` if they can.
+        Reason why the engine's ranks cannot exchange counts; ``None`` if they can.
 
     Examples
     --------
     >>> print(choose_split(512, sees_all=True, device_type="cuda"))
     step split: on for passes of at least 512 tokens; EPLB_AGENT_STEP_SPLIT=512
     >>> print(choose_split("on", sees_all=False, device_type="npu"))
-    step split: off; it needs float64 products, which NPUs do not support
+    step split: off; it needs float64 matrix products, which NPUs do not support
     """
     if setting == "off":
         return _off("EPLB_AGENT_STEP_SPLIT=off")
     if not is_requested(setting):
         return _off(
-            "auto: the fitted costs say that it does not pay. It takes about 180 us per layer and pass on an H100, and "
-            "an H200 saves 3 us at 4,096 tokens and 56 us at 16,384. If a layer's experts take milliseconds, set "
-            "EPLB_AGENT_STEP_SPLIT to on or to the number of tokens from which it pays"
+            "auto: according to the fitted costs, the split does not pay. It takes about 180 us per layer per pass on "
+            "an H100, and saves 3 us at 4,096 tokens and 56 us at 16,384 on an H200. If a layer's experts take "
+            "milliseconds, set EPLB_AGENT_STEP_SPLIT to on or to the minimum number of tokens for which it pays"
         )
     if device_type == "npu":
-        return _off("it needs float64 products, which NPUs do not support")
+        return _off("it needs float64 matrix products, which NPUs do not support")
     if obstacle is not None:
         return _off(obstacle)
     stated = f"EPLB_AGENT_STEP_SPLIT={setting}"
@@ -127,7 +128,9 @@ def choose_split(
     if no_exchange is not None:
         return _off(no_exchange)
     if setting != "on":
-        return _off("the ranks see different numbers of tokens, so only EPLB_AGENT_STEP_SPLIT=on is possible")
+        return _off(
+            "the ranks see different numbers of tokens, so no minimum can be set; set EPLB_AGENT_STEP_SPLIT=on"
+        )
     return SplitChoice(1, True, f"{stated}; ranks exchange their counts in every layer")
 
 
@@ -187,11 +190,11 @@ class StepSplit:
 
     @property
     def uses_kernels(self) -> bool:
-        """True if Triton's kernels compute the split, False if PyTorch's operators do."""
+        """True if the Triton kernels compute the split, False if the PyTorch operators do."""
         return self._kernels is not None
 
     def _working_kernels(self) -> SplitKernels | None:
-        """Return kernels that give the same results as PyTorch's operators on this device, or ``None``."""
+        """Return kernels that give the same results as the PyTorch operators on this device, or ``None``."""
         reason = SplitKernels.reason_against(self._split, self._experts)
         if reason is None:
             kernels = SplitKernels(self._split, self._experts, self._first_E)
@@ -200,11 +203,11 @@ class StepSplit:
             try:
                 if torch.equal(kernels.physical(ids_TK, real_rows), self.physical(ids_TK, real_rows)[0]):
                     return kernels
-                reason = "they do not give the same results on this device"
+                reason = "the kernels do not give the same results on this device"
             except Exception as error:  # Triton raises many types of exceptions
                 reason = f"{type(error).__name__}: {error}"
         _log.warning(
-            "step split: PyTorch's operators are used instead of Triton's kernels, because %s", reason
+            "step split: using the PyTorch operators instead of the Triton kernels, because %s", reason
         )
         return None
 
@@ -233,12 +236,14 @@ class StepSplit:
     def physical(
         self, ids_TK: torch.Tensor, real_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Assign each choice to a physical expert. Host code reads no result, so that a graph can capture this.
+        """Assign each choice to a physical expert.
+
+        The host does not read back any result, so a graph can capture the call.
 
         Parameters
         ----------
         ids_TK
-            Logical experts. Ids outside ``0..E-1`` mark choices of no expert.
+            Logical experts. An id outside ``0..E-1`` means that no expert was chosen.
         real_rows
             Number of rows that are not padding, a scalar on the device; ``None`` if all rows are real. It must be equal
             on ranks that see the same choices.
@@ -246,8 +251,8 @@ class StepSplit:
         Returns
         -------
         physical_TK : torch.Tensor
-            Physical experts, int32 ``[T, K]``. Padding goes to the first replica of its expert, and a choice of no
-            expert is -1.
+            Physical experts, int32 ``[T, K]``. Padding goes to the first replica of its expert. If no expert was
+            chosen, the value is -1.
         counted_TK : torch.Tensor
             Bool ``[T, K]``, True for choices of real rows, which are the only ones that the split counts.
         """
@@ -274,7 +279,7 @@ def _first_slots(phy2log_RS: Int32, experts: int) -> Int32:
 
 
 def probe(experts: int) -> torch.Tensor:
-    """Return choices of all experts, some of them more often than others, int32 ``[T, 2]``."""
+    """Return choices that cover all experts, some more often than others, int32 ``[T, 2]``."""
     row_T1 = torch.arange(max(_PROBED_ROWS, experts)).unsqueeze(1)
     even_TK = row_T1 + torch.arange(2)
     skewed_TK = row_T1 * row_T1 // 3

@@ -1,19 +1,21 @@
-"""Triton kernels for the split per step on ranks that see the same choices: three launches instead of over a hundred.
+"""Triton kernels for the per-step split on ranks that see the same choices: three launches instead of over a hundred.
 
 1. ``_count_blocks`` counts the choices of each expert in each block of choices.
-2. ``_solve`` runs as one program. It turns the counts of blocks into sums over earlier blocks, computes shares in all
-   rounds, tries all roundings, and writes the end of each slot's tokens.
-3. ``_map_choices`` numbers the choices in expert order, by prefix counts instead of a sort, and finds each one's slot.
+2. ``_solve`` runs as one program. It turns the per-block counts into sums over earlier blocks, runs all rounds, tries
+   all roundings, and writes the end of each slot's tokens.
+3. ``_map_choices`` numbers the choices in expert order, using prefix counts instead of a sort, and finds each choice's
+   slot.
 
-All sums are exact in float64 (see ``stepwise``), so the result is bitwise equal to ``StepwiseSplit.split``, whatever
-the order of summation. ``same_as_torch`` compares the two on the device before the kernels are used.
+All sums are exact in float64 (see ``stepwise``), so the result is bitwise equal to ``StepwiseSplit.split``, regardless
+of the order of summation. ``StepSplit`` compares the two on the device before it uses the kernels.
 
-Memory is read as follows. Choices are read twice and written once. Counts of blocks, ``[B, E]`` in int32, are written
-twice and read twice. The placement's matrices are read once, except for the matrix of the rounds, ``[M, 2M]``, which is
-read in every round, and the matrices of the roundings, which are read 16 times. At 64 replica slots, the matrix of the
-rounds occupies 64 KiB, which fits into the L1 cache of an H100.
+Memory is accessed as follows. Two of the kernels read the choices, one block per program, and one writes them; repeated
+loads of a block hit the cache. The per-block counts, ``[B, E]`` in int32, are written twice and read twice. The
+placement's matrices are read once, except for the round matrix, ``[M, 2M]``, which is read in every round, and the
+rounding matrices, which are read 16 times. At 64 replica slots, the round matrix occupies 64 KiB, which fits into the
+L1 cache of an H100.
 
-The kernels have only run in Triton's interpreter. No time was measured.
+The kernels have only run in Triton's interpreter. Their speed has not been measured.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ else:
 _BLOCK = 128
 """Number of choices that one program counts and maps."""
 _MAX_REPLICA_SLOTS = 128
-"""Largest number of replica slots whose matrices one program can multiply."""
+"""Maximum number of replica slots for which one program can multiply the matrices."""
 _MAX_EXPERTS = 1024
 _EXPERTS_AT_ONCE = 64
-"""Number of experts whose counts the second kernel reads at once."""
+"""Number of experts whose counts the second kernel reads together."""
 
 
 def _jit(function: Any) -> Any:
@@ -142,7 +144,7 @@ def _solve(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Compute the end of each slot's tokens, and turn the counts of blocks into sums over earlier blocks."""
+    """Compute the end of each slot's tokens, and turn the per-block counts into sums over earlier blocks."""
     m_M = tl.arange(0, M_PAD)
     r_R = tl.arange(0, R_PAD)
     x_X = tl.arange(0, X_PAD)
@@ -288,7 +290,7 @@ class SplitKernels:
         Parameters
         ----------
         ids_TK, real_rows
-            As for ``StepSplit.physical``.
+            See ``StepSplit.physical``.
         """
         split = self._split
         device = ids_TK.device
@@ -329,7 +331,7 @@ class SplitKernels:
     def _launch_solve(
         self, counts_BE: torch.Tensor, sums_2E: torch.Tensor, ends_P: torch.Tensor, choices: int
     ) -> None:
-        assert len(PENALTIES) == 2, "the kernel knows two penalties"
+        assert len(PENALTIES) == 2, "the kernel supports exactly two penalties"
         split = self._split
         replica_slots, ranks = split.bound_MR.shape
         sums, totals = split.by_sum_XM.shape[0], split.totals_YE.shape[0]

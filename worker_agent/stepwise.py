@@ -10,8 +10,8 @@ ranks, and large in the late rounds, which identifies the slots that get no toke
 
 The split is then rounded to whole tokens along a spanning forest of ranks and replicated experts. Within the forest,
 rounding changes each rank's load by less than one token. Replicas outside the forest close cycles, whose best rounding
-is not known in advance. Several roundings are therefore computed at once, and the one with the lowest peak load is
-used.
+is not known in advance. Several roundings are therefore computed together, and the one with the lowest peak load
+is used.
 
 The distance from the optimum is a fraction of a rank's tokens that shrinks with every round, so larger steps need more
 rounds. The number of rounds must be the same on all ranks, and the host must know it.
@@ -57,7 +57,7 @@ UNKNOWN_CHOICES = 4 * _BASE_CHOICES
 def rounds_for(choices: int) -> int:
     """Return the number of rounds for a step with a total of ``choices`` choices on all ranks.
 
-    It grows with the square root of the number of choices.
+    The number of rounds grows with the square root of the number of choices.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def _schedule(rounds: int) -> tuple[tuple[int, int], ...]:
 
 
 class Gatherer(Protocol):
-    """Ranks that split a step together, such as ``eplb_lab.layer.rank_group.RankGroup``."""
+    """Group of ranks that split a step together, such as ``eplb_lab.layer.rank_group.RankGroup``."""
 
     rank: int
     size: int
@@ -120,7 +120,7 @@ class StepwiseSplit:
     """Matrix from counts to totals: the tokens of each rank's unreplicated experts, then of each replicated expert."""
 
     from_totals: torch.Tensor
-    """Matrix from totals to all values that depend only on them: the rounds' starts and the rounding's inputs."""
+    """Matrix from totals to all values that depend only on them: the rounds' constants and the rounding's inputs."""
 
     rounds_CM2: torch.Tensor
     """Matrix for each kind of round. ``_schedule`` returns the order in which the kinds are used."""
@@ -159,7 +159,7 @@ class StepwiseSplit:
             )
         if device_type == "npu":
             raise ValueError(
-                f"layer {layer}: the stepwise split needs float64 products, which NPUs do not support; "
+                f"layer {layer}: the stepwise split needs float64 matrix products, which NPUs do not support; "
                 "use split='tables'"
             )
 

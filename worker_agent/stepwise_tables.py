@@ -32,7 +32,7 @@ the skewed steps, and three increasing penalties missed it in more of the random
 _RELAXATION = 1.6
 """Over-relaxation factor of a round."""
 ROUNDINGS = 16
-"""W, the number of roundings that are computed at once for a split."""
+"""W, the number of roundings that are computed together for a split."""
 
 
 def max_replica_slots(experts: int, ranks: int, slots: int) -> int:
@@ -66,7 +66,7 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
     Raises
     ------
     PlacementError
-        If an expert has no slot, does not exist, or a slot is empty.
+        If an expert has no slot or does not exist, or if a slot is empty.
     """
     checked_foreign(phy2log_RS[None], experts)
     if (phy2log_RS < 0).any():
@@ -113,7 +113,7 @@ def split_tables(phy2log_RS: Int32, experts: int, replica_slots: int) -> dict[st
 def rounding_dithers(ranks: int, replica_slots: int) -> Float64:
     """Return the dither that each rounding adds before rounding down, in tokens, ``[W, X]``.
 
-    The first rounding rounds to the nearest token. Each of the others has one dither for all running sums and a
+    The first rounding rounds to the nearest token. Each later rounding has one dither for all running sums and a
     different one for each slot. All dithers are multiples of 1 / ``UNITS``, so they are the same on every machine.
     """
     rounding_W1 = np.arange(ROUNDINGS)[:, None]
@@ -140,7 +140,9 @@ def _totals(slots: _ReplicaSlots, phy2log_RS: Int32, experts: int) -> Float64:
 
 
 def _rounds(slots: _ReplicaSlots, on_rank_RM: Float64, replica_slots: int) -> tuple[list[Float64], Float64]:
-    """Return each penalty's start, ``[M, Y]``, and the matrices for all kinds of rounds, ``[C, M, 2 * M]``.
+    """Return the matrices from the totals to each penalty's constant term, and the matrices of all kinds of rounds.
+
+    There is one matrix ``[M, Y]`` per penalty. The matrices of the C kinds of rounds are stacked, ``[C, M, 2 * M]``.
 
     The first penalty has one kind of round. Each later penalty has two: one for its first round, where prices are still
     in units of the previous penalty, and one for its remaining rounds.
@@ -204,7 +206,7 @@ def _exact(slots: _ReplicaSlots, on_rank_RM: Float64, order_R: list[int]) -> tup
 def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
     """Return matrices for an upper bound on rank loads: ``[R, Y]`` for the totals and ``[M, R]`` for the slots.
 
-    An expert's first slot gets the tokens that its other slots leave over. If those slots have more tokens than the
+    An expert's first slot gets the tokens that remain after its other slots. If those slots have more tokens than the
     expert, the excess is removed from one of them. No rank can then exceed the bound, because the bound adds the excess
     of all experts to every rank. The bound omits the total tokens of all replicated experts, which is the same for all
     splits of the same counts.
@@ -216,7 +218,7 @@ def _bound(slots: _ReplicaSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]
 
 
 def _relaxed(split_MM: Float64, replica_slots: int, price_scale: float) -> Float64:
-    """Return the matrix for one over-relaxed round, ``[M, 2 * M]``, without the constant start.
+    """Return the matrix for one over-relaxed round, ``[M, 2 * M]``, without the constant term.
 
     Multiplied by a state's absolute value followed by the state itself, it yields the next state. A state is a split
     minus its prices: a positive entry is the tokens of a slot, and a negative entry is a negated price. A state's
@@ -333,8 +335,8 @@ def _forest(slots: _ReplicaSlots, ranks: int) -> tuple[list[int], Float64, Float
     by_slot_MM = np.zeros((slot_count, slot_count))
     by_slot_MM[outside, outside] = 1.0
     for slot, subtree in subtree_of.items():
-        # If the node below the edge is an expert, the rank above gets fewer of its tokens when the ranks below get
-        # more.
+        # If the node below the edge is an expert, the rank above it gets fewer of the expert's tokens when the ranks
+        # below it get more.
         sign = -1.0 if subtree[0] >= ranks else 1.0
         positions = [order_R.index(node) for node in subtree if node < ranks]
         if positions:

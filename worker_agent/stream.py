@@ -50,9 +50,9 @@ _STALL_SECONDS = 60.0
 """Minimum duration of a reported stall. A healthy stream waits less, even for a welcome or for other ranks' heat."""
 
 _MAX_STATUSES = 4096
-"""Maximum number of queued statuses. A plan causes few per layer, so the queue fills only during a very long outage."""
+"""Maximum number of queued statuses. A plan has few per layer, so the queue fills only during a very long outage."""
 _HELLO_REQUEST = "send another Hello"
-"""End of the reason with which the service ends a stream only because it needs the rank's current layout."""
+"""Suffix of the service's reason for ending a stream if the service only needs the rank's current layout."""
 _MAX_SKIPPED_BEATS = 4
 """Maximum number of consecutive heartbeats without news that may be skipped."""
 
@@ -176,8 +176,8 @@ class HeartbeatSchedule:
 class OutageLog:
     """Rate limiter for connection logs. It does no I/O; the caller passes the monotonic time in seconds.
 
-    The first failure is logged, then one after a further minute, two minutes, four minutes and so on. The first few
-    distinct failure reasons are logged as soon as they occur.
+    The first failure is logged. The next one is logged after at least a minute, the one after that after at least two
+    more minutes, then four, and so on. The first few distinct failure reasons are logged as soon as they occur.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class OutageLog:
         return True
 
     def logs_return(self, now: float) -> bool:
-        """Return True if this connection must be logged, being either the first or the first since a logged failure."""
+        """Return True if this connection must be logged, as the first one ever or the first since a logged failure."""
         self._next_at = min(self._next_at, now + _INITIAL_SILENCE_SECONDS)
         self._wait = _INITIAL_SILENCE_SECONDS
         logged = self._logged
@@ -237,7 +237,7 @@ class ServiceStream:
     reporting
         Heat that the service requests.
     balance
-        Last balance from the service; ``None`` on other ranks than 0, and until it arrives on a new connection.
+        Last balance from the service; ``None`` on ranks other than 0, and on a new connection until a balance arrives.
     connected
         True if the service has welcomed this rank and the stream is open.
     """

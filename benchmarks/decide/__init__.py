@@ -1,1 +1,1 @@
-"""Benchmark of the decision pace: alarm delays, false alarms, and the gain over one decision per window."""
+"""Benchmark of the decision pace: alarm delays, false alarms, and the gain over deciding once per window."""

@@ -48,7 +48,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.monotonic()
-    with console.status("compiling the solver's kernels, once"):
+    with console.status("compiling the solver's kernels (first run only)"):
         warm_up(threads=1)
     if not options.only:
         console.print(_alarms(options.seeds[0]))
@@ -74,7 +74,7 @@ def main() -> None:
     )
     console.print(
         f"moves are priced at their cost: {options.link_bandwidth:g} GB/s, "
-        f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
+        f"{options.bytes_per_expert or 'assumed'} bytes per expert; the run took {time.monotonic() - began:.0f} s"
     )
 
 
@@ -141,7 +141,10 @@ def _alarms(seed: int) -> Table:
 
 
 def _promises(seed: int, traces: Path | None) -> Table:
-    """Return a table of promised PAR and PAR realised by whole tokens on the next window. The target is within 3 %."""
+    """Return a table of promised PAR and the PAR that whole tokens realise on the next window.
+
+    The target is a difference of at most 3 %.
+    """
     table = Table("heat", "seen", "promised", "realised", "promise off", "window off", "moves per window")
     for row in promises_measured(seed, traces):
         error = row.promised / row.realised - 1.0
@@ -201,7 +204,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="bytes per expert, which determine the move price; 0: default size",
     )
-    add("--cpu-ms", type=float, default=math.inf, help="mean CPU time per step that our policy may use")
+    add(
+        "--cpu-ms",
+        type=float,
+        default=math.inf,
+        help="mean CPU milliseconds per step that our policy may use",
+    )
     add(
         "--step-ms",
         type=float,

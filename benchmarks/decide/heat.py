@@ -29,7 +29,7 @@ TARGETS = {
     "deepseek-v2-lite-esft workloads": "at most 1.085",
     "gpt-oss-20b workloads": "at most 1.09",
 }
-"""Targets for our policy if plans take effect at once, by name of the heat."""
+"""Targets for our policy if plans take effect at once, keyed by the name of the heat."""
 PACED_TARGETS = {"drift": "at most 1.30"}
 """Targets for our policy if plans take effect at the pace of a model with 58 layers."""
 

@@ -23,7 +23,7 @@ BATCHES = (4, 8, 16, 64)
 _WINDOWS = 5
 _STEPS = 192
 _DECODED = 128
-"""Number of steps per window of recorded decoding."""
+"""Number of steps per window of recorded decode heat."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def own_rows(
     delay: Delay,
     unscored: int = 1,
 ) -> Iterator[Row]:
-    """Yield a row without balancing, and rows for our policy if plans take effect at once and at the pace ``delay``.
+    """Yield a row without balancing, a row for our policy if plans take effect at once, and one at the pace ``delay``.
 
     All replays run on one thread. A policy's CPU time is that of its replay minus that of a replay without balancing.
 

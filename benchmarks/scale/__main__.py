@@ -176,7 +176,7 @@ def _first_plan(ranks: RankProcesses, ended: float) -> tuple[float, float, float
 def _execute_plan(load: Load, ranks: RankProcesses) -> None:
     """Make all ranks carry out their plan, and wait until every layer has been switched and reported."""
     now = int((time.time() - ranks.start) * load.steps_per_second)
-    # Start after all reports that have already begun have ended.
+    # Choose a start step that is not in any report that a rank has already begun.
     ranks.switch_from(-(-(now + 4 * MAX_STEPS) // MAX_STEPS) * MAX_STEPS)
     expected = load.scale.ranks * load.scale.layers
     until = time.time() + _PLAN_SECONDS + load.scale.layers * load.switch_steps / load.steps_per_second

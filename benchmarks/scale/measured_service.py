@@ -68,7 +68,7 @@ class Holds:
 
 @contextmanager
 def watched() -> Iterator[Holds]:
-    """Time every callback in this process's event loops while the context lasts."""
+    """Time every callback in this process's event loops while the context is active."""
     holds = Holds()
     run = asyncio.Handle._run
 
@@ -197,7 +197,7 @@ class MeasuredService:
 
 @contextmanager
 def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]:
-    """Run a service with compiled kernels while the context lasts. ``settings`` override the defaults."""
+    """Run a service with compiled kernels while the context is active. ``settings`` override the defaults."""
     spawn = multiprocessing.get_context("spawn")
     parent_pipe, child_pipe = spawn.Pipe()
     store = f"{folder}/store.sqlite3"

@@ -1,8 +1,8 @@
 """Agents that run as coroutines, several per process: real streams and synthetic heat, but no model.
 
-The agents carry out plans by the clock. All ranks receive a start step, and then switch one layer every few steps.
-Like real agents, they send the plan's statuses and end their reports at each switch. From then on, a slot's tokens are
-drawn for the expert that it now holds.
+The agents carry out plans on a fixed schedule. All ranks receive a start step, and then switch one layer every few
+steps. Like real agents, they send the plan's statuses and end their reports at each switch. From then on, a slot's
+tokens are drawn for the expert that it now holds.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankProcesses]:
-    """Run all of a deployment's ranks while the context lasts. All ranks have joined by the time it begins."""
+    """Run all of a deployment's ranks while the context is active. All ranks have joined when it is entered."""
     spawn = multiprocessing.get_context("spawn")
     shares = [range(first, load.scale.ranks, processes) for first in range(processes)]
     pipes = []

@@ -119,7 +119,7 @@ def main() -> int:
         QUICK if options.quick else Extent(), **{name: value for name, value in overrides.items() if value}
     )
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
-    with console.status("compiling the solver's kernels, once"):
+    with console.status("compiling the solver's kernels (first run only)"):
         warm_up(threads=1)
     signal.signal(signal.SIGTERM, _interrupt)
     began = time.monotonic()

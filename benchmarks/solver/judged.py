@@ -145,7 +145,7 @@ def _following(rows: Rows) -> Iterator[Target]:
         ratios = [float(np.sum(row["warm"]) / np.sum(row["afresh"])) for row in scenario_rows]
         milliseconds = float(np.mean([row["warm"] for row in scenario_rows])) * 1e3
         yield Target(
-            f"CPU of a warm decision on {kind} relative to one from scratch, {scenario_rows[0]['shape']}",
+            f"CPU time of a warm decision on {kind} relative to one from scratch, {scenario_rows[0]['shape']}",
             f"{_MAX_WARM_RATIO:g} or less, plus {_TIME_NOISE:g} for noise",
             f"{np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; {milliseconds:.0f} ms)",
             bool(np.mean(ratios) <= _MAX_WARM_RATIO + _TIME_NOISE),
@@ -246,11 +246,11 @@ Rows = Sequence[Mapping[str, Any]]
 NOISE = 0.003
 """Tolerance for noise when PARs are compared."""
 MOVING_NOISE = 0.02
-"""Tolerance on the next window under drift and bursts, which no policy has seen."""
+"""Tolerance on the next window, which no policy has seen, under drift and bursts."""
 BURSTY_GAIN = 0.02
 """Minimum improvement in PAR over FlashLB under bursty heat, on the next window at 32 and 64 ranks.
 
-In sample, a placement may fit bursts that do not recur.
+On its own window, a placement may fit bursts that do not recur.
 """
 
 

@@ -58,9 +58,9 @@ def tables(results: Results) -> list[Table]:
         "time": _time,
         "keeping": _keeping,
         "tables": _source_tables,
-        "loop": lambda rows: _loop(rows, "Closed loop, plans take effect at once"),
-        "traces": lambda rows: _loop(rows, "Recorded trace, plans take effect at once"),
-        "pareto": lambda rows: _loop(rows, "Balance against moves, plans take effect at once"),
+        "loop": lambda rows: _loop(rows, "Closed loop; plans take effect immediately"),
+        "traces": lambda rows: _loop(rows, "Recorded trace; plans take effect immediately"),
+        "pareto": lambda rows: _loop(rows, "Balance against moves; plans take effect immediately"),
         "ablation": _ablation,
         "example": _example,
         "few_slots": _few_slots,
@@ -119,7 +119,7 @@ def _source_tables(rows: Rows) -> list[Table]:
                 )
                 for row in rows
             ],
-            f"{rows[0]['shape']}; each token draws its source rank from a fixed lognormal mix of this log-sd. "
+            f"{rows[0]['shape']}; each token draws its source rank from a fixed lognormal mix with the row's log-sd. "
             "PAR per step; promises refer to the window. Peers use replica `rank % replicas`.",
         )
     ]
@@ -186,7 +186,7 @@ def _time(rows: Rows) -> list[Table]:
             "CPU seconds of one decision from scratch",
             ("shape, policy", *KINDS, "sum of minima", "relative to ours"),
             lines,
-            "Minimum / median / maximum of the repeats; one thread, policies in turn, each in its own process.",
+            "Minimum / median / maximum over the repeats. Policies take turns, each in its own process, on one thread.",
         )
     ]
 
@@ -271,7 +271,7 @@ def _ablation(rows: Rows) -> list[Table]:
             "Ablation: one component switched off at a time",
             (*columns, *(f"{name}: ratio, slots moved" for name in traces)),
             [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-            "Plans take effect at once. Means over the four kinds and "
+            "Plans take effect immediately. Means over the four kinds and "
             f"{len({row['seed'] for row in rows} - {None})} seeds; source ranks differ "
             "by a log-sd of 0.3. Columns with a shape: placed from scratch for a host that splits evenly.",
         )

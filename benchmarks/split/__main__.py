@@ -76,7 +76,10 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
 def _quality(scenario: Scenario, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
     measured = list(quality(scenario, options.window, options.windows))
     rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in measured]
-    title = f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on {options.windows} following windows"
+    title = (
+        f"{scenario.name}, {scenario.ranks} ranks x {scenario.slots}: PAR on the next window, "
+        f"{options.windows} windows"
+    )
     console.print(Table(title, ["placement", *SPLITS], rows).drawn())
     return measured
 
@@ -160,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="recorded routes (.npz with routes and req_ptr), decoded 64 requests at a time; repeatable",
     )
-    parser.add_argument("--order-seed", type=int, help="serve recorded requests in a random order")
+    parser.add_argument("--order-seed", type=int, help="seed for a random order of the recorded requests")
     parser.add_argument("--ranks", type=int, default=8, help="ranks for the recorded routes")
     parser.add_argument("--slots", type=int, default=5, help="slots per rank")
     parser.add_argument("--window", type=int, default=64, help="steps per window")
@@ -191,7 +194,7 @@ DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
 def of_recorded(
     by_source: Mapping[str, Sequence[float]], quality: Rows, limits: Mapping[str, float]
 ) -> Iterator[Target]:
-    """Yield the targets for recorded decoding: one replica per source rank, dealing tables, and the stepwise split."""
+    """Yield the targets for recorded heat: one replica per source rank, dealing tables, and the stepwise split."""
     ratios = {name: float(np.mean(by_source[name])) for name in (SOLVED, DEALT)}
     ratios[STEPWISE] = _ratio(quality, FOR_STEPS, STEPWISE)
     labels = {SOLVED: "one replica per source rank", DEALT: "dealt", STEPWISE: "stepwise"}
@@ -212,7 +215,7 @@ def of_cost(cost: Rows) -> Iterator[Target]:
     quiet, median, slow = np.percentile(row["us"], (5, 50, 95))
     name = f"stepwise split of a layer, one core, {ROUNDS} rounds"
     yield Target(
-        f"{name}: microseconds of CPU, median call",
+        f"{name}: CPU microseconds of the median call",
         f"at most {_MAX_MICROSECONDS:g}",
         f"{median:.0f} (5 %: {quiet:.0f}, 95 %: {slow:.0f})",
         bool(median <= _MAX_MICROSECONDS),
@@ -221,11 +224,11 @@ def of_cost(cost: Rows) -> Iterator[Target]:
 
 
 def of_decisions(heat: str, milliseconds: Mapping[str, Sequence[float]]) -> Target:
-    """Return the target for the CPU of a decision for the stepwise split, relative to one for tables."""
+    """Return the target for the CPU time of a decision for the stepwise split, relative to one for tables."""
     ratios = np.divide(milliseconds["step"], milliseconds["tables"])
     total = sum(milliseconds["step"]) / sum(milliseconds["tables"])
     return Target(
-        f"{heat}: CPU of a decision for the stepwise split, relative to tables",
+        f"{heat}: CPU time of a decision for the stepwise split, relative to one for tables",
         f"at most {_MAX_DECISION_RATIO:g}",
         f"{total:.2f} ({ratios.min():.2f} to {ratios.max():.2f})",
         bool(total <= _MAX_DECISION_RATIO),

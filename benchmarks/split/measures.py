@@ -85,7 +85,7 @@ def decision_cpu(scenario: Scenario, window: int, windows: int) -> dict[str, lis
             layout = {"placement": first.phy2log, "log2phy": first.log2phy}
             solve(next_TLE, scenario.ranks, scenario.slots, split=split, threads=1, **layout)
             found.append((time.thread_time() - began) * 1e3 / (2 * heat_TLE.shape[1]))
-    # The first window, which is measured twice, loads the kernels.
+    # The first window is also measured once in advance, to load the kernels. Drop that measurement.
     return {split: found[1:] for split, found in milliseconds.items()}
 
 
@@ -374,8 +374,8 @@ def _drawn_heat(tokens: int, steps: int) -> Int64:
 def _skewed_heat(tokens: int, steps: int) -> Int64:
     """Generate skewed heat, ``[steps, 2, E]``.
 
-    Log-popularity has a standard deviation of 2 and a jitter of 0.7 per step. No expert's share exceeds that of one
-    choice per token.
+    Log-popularity has a standard deviation of 2 and a jitter of 0.7 per step. No expert's share exceeds 1 / choices,
+    because a token chooses an expert at most once.
     """
     generator = np.random.default_rng(tokens)
     log_TLE = generator.normal(0, 2, (1, 2, _EXPERTS)) + generator.normal(0, 0.7, (steps, 2, _EXPERTS))

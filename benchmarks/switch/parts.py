@@ -59,7 +59,7 @@ def _finish(device: torch.device) -> None:
 def transfer(
     hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
 ) -> tuple[list[Ratio], float]:
-    """Time an expert transfer from rank 0 to rank 1 against a plain send, and with checksums against one without.
+    """Time an expert transfer from rank 0 to rank 1 relative to a plain send, and the slowdown from checksums.
 
     Experts on a device travel through host memory, because both ranks may share one device.
 

@@ -1,8 +1,8 @@
 """Measure what a layer switch costs the model, as ratios within one run: ``make bench-switch``.
 
-Two real ranks serve small layers alternately with and without an agent. The benchmark then measures a host's calls with
-58 layers, a commit against a plain copy of the same size, a transfer against a plain send of the same size over the
-same link, and the model's exchanges during transfers.
+Two real ranks serve small layers alternately with and without an agent. The benchmark then measures the calls of a host
+with 58 layers, a commit against a plain copy of the same size, a transfer against a plain send of the same size over
+the same link, and the model's exchanges during transfers.
 """
 
 from __future__ import annotations

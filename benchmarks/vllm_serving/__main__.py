@@ -73,7 +73,7 @@ def _arguments() -> argparse.Namespace:
         "--split",
         choices=["engine", "step"],
         default="engine",
-        help="split of tokens over replicas in policy mode: vLLM's own (engine), or by each step's counts (step)",
+        help="split of tokens over replicas in policy mode: vLLM's own (engine), or based on each step's counts (step)",
     )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     arguments = parser.parse_args()

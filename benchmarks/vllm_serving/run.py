@@ -85,7 +85,7 @@ def serve_policy(
 
 
 class _Measured:
-    """Line of progress from the file that the test plugin ``measure_eplb`` writes."""
+    """Progress line, computed from the file that the test plugin ``measure_eplb`` writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -228,14 +228,14 @@ class Watched:
 
     @contextlib.contextmanager
     def left_alone(self, plan_after: bool = True) -> Iterator[None]:
-        """Pause planning while the context lasts. It ends once the PAR before any switch has been observed.
+        """Pause planning while the context is active. On exit, wait until a PAR before any switch has been observed.
 
         Without the pause, a layer could switch before the first poll on a busy machine.
 
         Parameters
         ----------
         plan_after
-            True to resume planning at the end.
+            True to resume planning on exit.
         """
         with contextlib.suppress(grpc.RpcError):
             self._service.pause(DEPLOYMENT)
@@ -285,7 +285,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watching(service: Service) -> Iterator[Watched]:
-    """Poll the service's status in a background thread while the context lasts."""
+    """Poll the service's status in a background thread while the context is active."""
     watched = Watched(service)
     over = threading.Event()
 

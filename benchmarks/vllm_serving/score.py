@@ -37,7 +37,7 @@ class Round:
 
     @property
     def phase(self) -> str:
-        """Phase of the request in the middle of the round, which stands for the round."""
+        """Phase of the request in the middle of the round, used as the phase of the whole round."""
         return self.requests[len(self.requests) // 2].phase
 
     def timed_pairs(self) -> list[tuple[Answer, Answer]]:
@@ -164,7 +164,10 @@ def complaint(found: dict[str, Any], beside: str = DECIDING) -> str | None:
     if found["different"]:
         return f"{found['different']} of {found['requests']} answers differ from those of the unbalanced vLLM"
     if found["split_draws"] > max(1, MOST_SPLIT_DRAWS * found["requests"]):
-        return f"{found['split_draws']} of {found['requests']} answers differ after a draw, more than rounding explains"
+        return (
+            f"{found['split_draws']} of {found['requests']} answers differ after a draw, which is more than rounding "
+            "explains"
+        )
     if beside == DECIDING and found["layers_switched"] == 0:
         return "no layer was switched; send more --requests"
     return None

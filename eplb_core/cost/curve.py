@@ -26,7 +26,7 @@ from eplb_core.figures import digits
 from eplb_core.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
-"""Phases of curves. Decode and prefill can have separate curves because they often use different kernels."""
+"""Curve phases. Decode and prefill can have separate curves because they often use different kernels."""
 MAX_MEDIAN_ERROR = 0.10
 """Largest accepted median error on held-out measurements."""
 MAX_P90_ERROR = 0.25
@@ -43,7 +43,7 @@ _IN_FILES = {
 
 
 class CurveError(ValueError):
-    """Invalid cost curve. The error message names the curve, the problem and the remedy."""
+    """A cost curve is invalid. The message names the curve, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def read_curve(reference: str) -> CostCurve:
 
 
 def _read_file(path: Path) -> tuple[CostCurve, ...]:
-    """Read all curves of a file."""
+    """Read all curves in a file."""
     from pydantic import ValidationError
 
     from eplb_core.cost.curve_schema import FILE
@@ -247,7 +247,7 @@ def _read_file(path: Path) -> tuple[CostCurve, ...]:
 
 
 def write_curves(path: Path, curves: Sequence[CostCurve]) -> None:
-    """Write curves of different phases to a file. Raises ``OutputError`` if ``path`` cannot be written."""
+    """Write curves for different phases to a file. Raises ``OutputError`` if ``path`` cannot be written."""
     from eplb_core.cost.curve_schema import FILE, CurveFile
 
     check_output(path, (".json",))

@@ -21,7 +21,7 @@ from eplb_core.cost.curve import CostCurve
 
 
 class DeviceError(ValueError):
-    """Unknown device or model. The error message lists the supported names."""
+    """The device or model is unknown. The message lists the supported names."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ _PEAKS = {"910b": (1600.0, 640.0), "910c": (1600.0, 752.0)}
 """Published memory bandwidth (GB/s) and 8-bit throughput (TOPS) of one processor. A 910C package has two processors,
 each with its own ranks."""
 _MEMORY_SHARE = 0.8
-"""Fraction of the peak memory bandwidth that grouped kernels reach. It is assumed, because no measurements are
-published."""
+"""Fraction of the peak memory bandwidth that grouped kernels reach. It is assumed, because no measurements have
+been published."""
 _COMPUTE_SHARE = 0.6
 """Fraction of the peak compute throughput that grouped kernels reach. This value is assumed as well."""
 _NPU_FLOOR_US = 20.0

@@ -1,4 +1,4 @@
-"""Fit cost curves to measured times: individual kernel runs, tables of kernel runs, or a model's own steps.
+"""Fit cost curves to the measured times of individual kernel runs, kernel tables, or a model's own steps.
 
 For a given knee, the time is linear in the coefficients:
 
@@ -67,7 +67,7 @@ _KERNEL_COLUMNS = ("hidden_size", "inter_size", "num_experts", "topk", "moe_dtyp
 
 
 class CurveFitError(CurveError):
-    """Measurements to which no cost curve can be fitted."""
+    """No cost curve can be fitted to the measurements."""
 
 
 class _BestFit(NamedTuple):
@@ -90,7 +90,7 @@ def fit_curve(
     phase: str = "any",
     source: str = "measured",
 ) -> CostCurve:
-    """Fit a curve to kernel runs and judge it on held-out runs, which are every fourth run by size.
+    """Fit a curve to kernel runs and judge it on held-out runs: every fourth one in order of size.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class OnlineFit(NamedTuple):
     A coefficient whose confidence interval includes 0 is ignored.
     """
     most: float
-    """Upper bound on the same ratio; at least 1."""
+    """Upper bound on the true read time and slope, as a multiple of the curve's values; at least 1."""
 
 
 def fit_online(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike, seed: int = 0) -> OnlineFit:
@@ -394,8 +394,8 @@ def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve
     Each row describes one call on one rank. It gives the tokens of the entire expert-parallel group, the size of the
     group, and the time in milliseconds. Only rows with tokens spread evenly over the experts (``uniform`` or
     ``balanced``) are used, because other rows do not record the tokens of each slot. Some tables have no such rows, for
-    example TensorRT-LLM's table for wide expert parallelism. For these, rows with balanced ranks (``..._eplb``) are
-    used, and each slot is assumed to have an equal share of its rank's tokens.
+    example TensorRT-LLM's table for wide expert parallelism. From such tables, rows with balanced ranks
+    (``..._eplb``) are used, and each slot is assumed to have an equal share of its rank's tokens.
 
     Parameters
     ----------
@@ -450,7 +450,8 @@ def curve_from_table(path: Path, phase: str = "any", **kernel: Any) -> CostCurve
 def _measurement(row: Mapping[str, Any]) -> tuple[float, float, float, float]:
     """Return a row's busy slots, tokens per busy slot, time in microseconds, and tokens of all ranks.
 
-    A rank's tokens are spread evenly over its slots. If there are fewer tokens than slots, some slots get one token.
+    A rank's tokens are spread evenly over its slots. If there are fewer tokens than slots, some slots get one token and
+    the others none.
     """
     batch = row["num_tokens"] * row["topk"]
     ranks = row["moe_ep_size"]

@@ -22,7 +22,7 @@ MIN_SAMPLES = 4
 MAX_RELATIVE_ERROR = 0.1
 """Largest accepted half-width of the 95 % confidence interval of the lost fraction of a transfer."""
 MAX_LOST = 0.9
-"""Upper bound on the lost fraction of a transfer. A larger loss must have another cause."""
+"""Upper bound on the lost fraction of a transfer. A larger loss must have a different cause."""
 _EXPERT_SECONDS = (1e-6, 60.0)
 """Bounds on the transfer time of an expert, in seconds. Values outside these bounds come from a faulty clock."""
 _COMMIT_SECONDS = (0.0, 10.0)

@@ -1,1 +1,1 @@
-"""Heat (tokens per expert and step): the window of a decision, its online assembly, and source heat."""
+"""Heat (tokens per expert and step): a decision's window, its online assembly, and source heat."""

@@ -27,7 +27,7 @@ _EPOCHS_KEPT = 4
 _CELLS_HELD = 2
 """Number of slot index arrays in memory, with 8 bytes per slot: one in use and one under construction."""
 _TABLES_HELD = 3
-"""Number of sets of all ranks' tables in memory: for pending Hellos, the current layout and its switched layers."""
+"""Number of table sets (all ranks) in memory: for pending Hellos, the current layout and switched layers."""
 _SOURCES_HELD = 2
 """Number of source heat arrays in memory: the live one and a decision's snapshot."""
 
@@ -38,7 +38,7 @@ _StepValues: TypeAlias = tuple[int, int, int]
 
 
 class StepCounts(NamedTuple):
-    """Number of completed steps and number of lost steps, in total or due to one report."""
+    """Numbers of completed and lost steps, in total or as a result of one report."""
 
     received: int
     lost: int
@@ -123,13 +123,13 @@ class PlacementHistory:
         return self._latest_unnamed[1]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> Int32:
-        """Return the slots that receive a rank's tokens in turn, ``[L, E, D]``. All epochs must be known."""
+        """Return the slots that take turns receiving a rank's tokens, ``[L, E, D]``. All epochs must be known."""
         layers = zip(self.by_layer, layer_epochs, strict=True)
         return with_entries(np.stack([epochs[epoch][1][rank] for epochs, epoch in layers]), 2)
 
 
 class _Step:
-    """Reports that have arrived so far for one step.
+    """One step's counts, summed over the reports that have arrived so far.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class _Step:
     tokens_R
         int64 ``[R]``, tokens of each rank; -1 if unknown.
     counts
-        Tokens by slot ``[R, L, S]``; without slot counts, tokens by expert ``[L, E]`` and by receiving rank ``[L, R]``.
+        Tokens by slot ``[R, L, S]`` if ``by_slot``, or else by expert ``[L, E]`` and by receiving rank ``[L, R]``.
     """
 
     def __init__(self, number: int, epochs: tuple[int, ...], shape: Shape, *, by_slot: bool) -> None:
@@ -194,9 +194,9 @@ class _Step:
         values
             Phase, tokens and time in microseconds.
         counts_LX
-            Tokens by slot ``[L, S]`` or, without slot counts, the rank's own tokens by expert ``[L, E]``.
+            Tokens by slot ``[L, S]`` or, if slots are not counted, the rank's own tokens by expert ``[L, E]``.
         targets_LED
-            For each expert, the ranks that received this rank's tokens in turn; ``None`` for slot counts.
+            For each expert, the ranks that took turns receiving this rank's tokens; ``None`` for slot counts.
         """
         self.seen.add(rank)
         phase, self.tokens_R[rank], micros = values
@@ -204,7 +204,7 @@ class _Step:
         self.prefills |= StepPhase(phase).prefills
         if micros > 0:
             self.micros.append(micros)
-        # The tuple is usually the same object, so the identity check saves comparing many layers.
+        # Both are usually the same tuple, so the identity check avoids comparing the epochs of many layers.
         differs = epochs is not self.epochs and epochs != self.epochs
         if differs or len(self.counts) != (1 if targets_LED is None else 2):
             self.spoilt = True
@@ -240,8 +240,8 @@ class _Step:
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
         if self._by_row:
-            # The host selects entries by batch row, so a step's tokens may begin at any entry. Rotating by the step
-            # number varies the first entry.
+            # The host selects entries by batch row, so a step's first token may use any entry. Rotating the entries by
+            # the step number varies which one is used first.
             targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
@@ -284,14 +284,14 @@ class PendingSteps:
     dummy_steps
         Number of consecutive completed steps, up to the newest one, that were dummies on all ranks.
     mislabelled_steps
-        Number of these dummy steps in which tokens were counted nevertheless.
+        Number of steps, among those in ``dummy_steps``, in which tokens were counted nevertheless.
     empty_steps
         Number of steps, since the last counted token, whose counts were zero although they should not have been. Either
         ranks reported that they had tokens, or busy ranks did not report their tokens and no token has ever been
         counted. Only the first rank of each token group is considered, because it may be the only rank that counts the
         group's tokens.
     tokens_uncounted
-        True if ranks reported tokens in any of these steps.
+        True if ranks reported tokens in any of the steps in ``empty_steps``.
     """
 
     def __init__(self, shape: Shape, capacity: int) -> None:
@@ -321,8 +321,8 @@ class PendingSteps:
         report
             Heat report of at most ``capacity`` steps.
         targets_LED
-            For each expert, the ranks that received this rank's tokens in turn; ``None`` if the report counts tokens by
-            slot.
+            For each expert, the ranks that took turns receiving this rank's tokens; ``None`` if the report counts
+            tokens by slot.
 
         Returns
         -------
@@ -460,9 +460,9 @@ class HeatAssembler:
     other_phase_steps
         Number of consecutive steps, up to the newest one, that were skipped because they were not in ``phase``.
     misrouted_steps
-        Number of steps since the last switch in which slots that no rank's table contains received tokens.
+        Number of steps, since the last switch, in which tokens arrived at slots that no rank's table contains.
     misrouted
-        Rank, layer and slot of the latest such case; ``None`` if there was no such case.
+        Rank, layer and index of one of these slots in the latest misrouted step; ``None`` if there was no such step.
     placements
         Placements and tables, keyed by epoch.
     pending
@@ -628,7 +628,7 @@ class HeatAssembler:
         self.assembled += 1
 
     def _note_misrouted(self, step: _Step) -> None:
-        """Count the step as misrouted if slots that no table contains received tokens.
+        """Count the step as misrouted if tokens arrived at slots that no table contains.
 
         Such tokens mean that the host ignores its tables.
         """
@@ -646,8 +646,9 @@ class HeatAssembler:
     def _note_empty(self, step: _Step, tokens_G: npt.NDArray[np.int64], loads_LR: Int32) -> None:
         """Count the step as empty if no token was counted even though the ranks do not seem to have been idle.
 
-        Some hosts call the agent in the same way when they are idle, so their idle steps are not marked as dummies.
-        Once any token has been counted, zero counts mean that there were no tokens, unless a rank reports tokens.
+        Some hosts call the agent in the same way whether they are idle or busy, so their idle steps are not marked as
+        dummies. Once any token has been counted, zero counts mean that there were no tokens, unless a rank reports
+        tokens.
         """
         if loads_LR.any():
             self._has_counted = True

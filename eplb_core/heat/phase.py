@@ -1,4 +1,4 @@
-"""Phase of a step: prefill, decode or both."""
+"""Phase of a step: prefill, decode, mixed or dummy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class StepPhase(enum.IntEnum):
-    """Phase of a step on one rank. The values are the ones in the wire format."""
+    """Phase of a step on one rank. The values are the same as in the wire format."""
 
     PREFILL = 1
     DECODE = 2

@@ -120,7 +120,7 @@ class SourceHeat:
         self._sums_R: list[RankSums | None] = [None] * ranks
 
     def add(self, rank: int, report: HeatReport, phase: HeatPhase = "all") -> None:
-        """Add the source heat of a rank's report, if it has any.
+        """Add a report's source heat, if there is any.
 
         Parameters
         ----------

@@ -16,7 +16,7 @@ _MAX_TOKENS = 2.0**53
 
 
 class HeatError(ValueError):
-    """Invalid heat. The error message gives the value, its position and the requirement."""
+    """Heat is invalid. The message gives the value, its position and the requirement."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Window:
     >>> Window(np.array([[[3.0, -1.0]]]))
     Traceback (most recent call last):
     ...
-    eplb_core.heat.window.HeatError: heat is -1.0 at step 0, layer 0, expert 1; it must be finite and at least 0
+    eplb_core.heat.window.HeatError: heat is -1.0 at step 0, layer 0, expert 1; it must be finite and non-negative
     """
 
     heat_TLE: Counts
@@ -64,7 +64,7 @@ class Window:
             )
         if not _is_valid(source_RLE):
             raise HeatError(
-                "source heat has negative or non-finite values; each must be finite and at least 0"
+                "source heat has negative or non-finite values; each must be finite and non-negative"
             )
         object.__setattr__(self, "source_RLE", source_RLE)
 
@@ -99,7 +99,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
         step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
         raise HeatError(
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
-            "it must be finite and at least 0"
+            "it must be finite and non-negative"
         )
     # Sums are computed only if the largest value, times the number of values per layer, exceeds the limit.
     largest = float(heat.max()) if heat.size else 0.0
@@ -115,7 +115,7 @@ def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.fl
 
 
 def _is_valid(heat: npt.NDArray[Any]) -> bool:
-    """Return True if all values are finite and at least 0."""
+    """Return True if all values are finite and non-negative."""
     if not heat.size:
         return True
     # Minimum and maximum need no extra memory, unlike a mask of all values. Both are NaN if any value is NaN, and

@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def redundant(self) -> int:
-        """Number of redundant slots per layer, which are the slots beyond one per expert."""
+        """Number of redundant slots per layer: those beyond one per expert."""
         return self.ranks * self.slots - self.experts
 
     @classmethod
@@ -173,7 +173,7 @@ class Placement:
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
         """Return a copy of the placement with some layers replaced.
 
-        Only the new layers are validated, to save time, because ranks call this between two steps.
+        To save time, only the new layers are validated: ranks call this between steps.
 
         Parameters
         ----------
@@ -236,7 +236,7 @@ class Placement:
 def apply_layers(
     placement: Placement, log2phy: Int32, changes: Iterable[tuple[int, Int32, Int32]]
 ) -> tuple[Placement, Int32]:
-    """Return the placement and tables after some layers change. The arguments are not modified.
+    """Return the placement and tables with some layers replaced. The arguments are not modified.
 
     Parameters
     ----------
@@ -270,7 +270,7 @@ def layer_digest(layer: int, phy2log_RS: Int32) -> int:
 
 
 def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
-    """Combine layer digests into a placement's digest, so that a switch only hashes the changed layer."""
+    """Combine layer digests into a placement's digest, so that a switch hashes only the changed layer."""
     return array_digest(np.fromiter(layer_digests, dtype="<i8"), salt=f"placement of {experts}")
 
 

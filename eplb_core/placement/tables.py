@@ -1,10 +1,10 @@
 """Validation of layers and tables, and the default tables of a layer.
 
-A table (``log2phy``) gives, for each expert, the slot that a source rank sends its tokens to. A dealing table has
-several entries per expert, used in turn: the i-th token that a rank sends to an expert in a step goes to entry
-``i % D``. A slot that is listed twice gets twice the tokens, so a table with D entries divides an expert's tokens in
-multiples of 1/D. D = 1 is vLLM-Ascend's table: one replica per source rank. In arrays, files and messages, tables with
-D = 1 have no axis for entries: ``log2phy_RLE`` is ``[R, L, E]``, and dealing tables are ``[R, L, E, D]``.
+A table (``log2phy``) gives, for each expert, the slot to which a source rank sends that expert's tokens. A dealing
+table has several entries per expert, used in turn: the i-th token that a rank sends to an expert in a step goes to
+entry ``i % D``. A slot that is listed twice gets twice the tokens, so a table with D entries divides an expert's tokens
+in multiples of 1/D. D = 1 is vLLM-Ascend's table: one replica per source rank. In arrays, files and messages, tables
+with D = 1 have no entries axis: ``log2phy_RLE`` is ``[R, L, E]``, and dealing tables are ``[R, L, E, D]``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_ENTRIES = 64
 
 
 class PlacementError(ValueError):
-    """Invalid placement, table or list of moves. The error message names the layer or slot and the reason."""
+    """A placement, table or list of moves is invalid. The message names the layer or slot and the reason."""
 
 
 def check_shape(experts: int, ranks: int, slots: int) -> None:
@@ -87,7 +87,7 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", *, 
     where
         Name of the tables in error messages. With several source ranks, the rank is added to it.
     deals
-        True if the tables have a last axis for entries.
+        True if the tables have a trailing entries axis.
     """
     axes = log2phy.ndim - deals
     if axes not in (1, 2) or (deals and not log2phy.shape[-1]):
@@ -128,7 +128,7 @@ def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: i
 
 
 def expert_map(phy2log_S: Int32, experts: int) -> Int32:
-    """Return the local slot of each expert on one rank of one layer, int32 ``[E]``; -1 if the rank does not have it."""
+    """Return the local slot of each expert on one rank in one layer, int32 ``[E]``; -1 if the rank does not have it."""
     local_E = np.full(experts, -1, dtype=np.int32)
     local_E[phy2log_S] = np.arange(phy2log_S.shape[0], dtype=np.int32)
     return local_E
@@ -177,20 +177,20 @@ def default_log2phy(phy2log_RS: Int32, experts: int, width: int = 1) -> Int32:
 
 
 def with_entries(log2phy: Int32, axes: int) -> Int32:
-    """Return a view of the tables with a last axis for entries, even if D is 1.
+    """Return a view of the tables with a trailing entries axis, even if D is 1.
 
     Parameters
     ----------
     log2phy
         Tables with or without that axis.
     axes
-        Number of axes without the axis for entries.
+        Number of axes, not counting the entries axis.
     """
     return log2phy[..., np.newaxis] if log2phy.ndim == axes else log2phy
 
 
 def without_single_entries(log2phy: Int32) -> Int32:
-    """Return tables ``[..., D]`` without their last axis if D is 1."""
+    """Return tables ``[..., D]``, dropping the entries axis if D is 1."""
     return log2phy[..., 0] if log2phy.shape[-1] == 1 else log2phy
 
 

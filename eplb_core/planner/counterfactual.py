@@ -97,7 +97,7 @@ def _configured(curve: CostCurve) -> TimePrice:
     """Return the time price from a configured cost curve, which counts as measured if its fit quality is known."""
     kind = STATED if curve.fit is None else MEASURED
     error = _STATED_ERROR if curve.fit is None else curve.fit.p90_error
-    reason = f"{curve} ({curve.source}); {curve.fit or 'no fit is known'}"
+    reason = f"{curve} ({curve.source}); {curve.fit or 'fit quality unknown'}"
     return TimePrice(curve, kind, reason, 1.0 - error, 1.0 + error)
 
 
@@ -153,10 +153,10 @@ def _slot_tokens(window: Window, layout: Layout, split: str, step_C: npt.NDArray
 
 
 def priced(moving: MovingCosts, price: TimePrice | None) -> MovingCosts:
-    """Return the move costs, with the layer time replaced by the one from ``price`` if available."""
+    """Return the move costs. If ``price`` contains a layer time, it replaces theirs."""
     if price is None or not price.layer_ms > 0:
         return moving
-    source = f"{price.kind}, as the price of time"
+    source = f"from the {price.kind} cost of tokens"
     return replace(moving, layer_ms=price.layer_ms, layer_source=source)
 
 
@@ -264,7 +264,7 @@ def _why_not_measured(served: Served) -> str:
         return "the ranks report no step times"
     count = len(served.effects)
     verb = "is" if count == 1 else "are"
-    return f"step times before and after {MIN_SWITCHES} switches are needed, {count} {verb} known"
+    return f"step times before and after {MIN_SWITCHES} switches are needed; {count} {verb} known"
 
 
 def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float, ranks: int) -> Worth:
@@ -297,7 +297,7 @@ def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float,
         price=f"step times before and after switches, {over}, comparing steps with about the same number of tokens",
     )
     if price.low <= _ROUNDING_US and price.high >= -_ROUNDING_US:
-        reason = f"step time does not measurably follow balance {over} ({span}, 99 % interval)"
+        reason = f"step time does not measurably depend on balance {over} ({span}, 99 % interval)"
         return replace(measured, verdict=NOT_MEASURABLE, reason=reason)
     if low_ms <= 0 <= high_ms:
         reason = f"the current layout saves no time on these steps ({span})"
@@ -320,7 +320,7 @@ def _with_gain(worth: Worth, price: MeasuredPrice, tokens: Gain, step_ms: float,
 def _estimate(
     window: Window, initial: Layout, current: Layout, settings: PlannerSettings, price: TimePrice
 ) -> tuple[float, float]:
-    """Return the range of the estimated time saved, in milliseconds per step, at a stated or fitted price."""
+    """Return the estimated range of the time saved, in milliseconds per step, at a stated or fitted price."""
     initial_T1 = _ms_of_steps(_us_of_steps(window, initial, settings, price.curve))
     current_T1 = _ms_of_steps(_us_of_steps(window, current, settings, price.curve))
     gain = gain_of(initial_T1, current_T1)

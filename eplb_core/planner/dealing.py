@@ -45,9 +45,10 @@ def fitted_to_host(
 ) -> PlannerSettings:
     """Adapt the settings to a host whose tables have ``width`` entries per expert.
 
-    The default split ``tables`` is replaced by ``step`` if the host splits each step by its own counts. With several
-    entries, it would use only one replica of each expert per source, so it is replaced by ``even`` if the host picks an
-    entry based on the token's row, and by ``deal`` otherwise. Any other split is kept.
+    The default split ``tables`` is replaced by ``step`` if the host splits each step according to the step's counts. On
+    a host with several entries per expert, ``tables`` would use only one replica of each expert per source. It is then
+    replaced by ``even`` if the host picks an entry based on the token's row, and by ``deal`` otherwise. Any other split
+    is kept.
     """
     if settings.split != TABLES or (width == 1 and not splits_by_step):
         return settings
@@ -83,7 +84,7 @@ def as_host_deals(log2phy_RE: Int32, width: int) -> Int32:
 def sources_of_tables(log2phy_GLE: Int32, width: int) -> Int32:
     """Convert the first ``width`` entries of each table to separate sources, int32 ``[L, V, E]``.
 
-    The solver only supports sources with one entry per expert. Entry ``k`` of source ``g`` becomes source
+    The solver supports only sources with one entry per expert. Entry ``k`` of source ``g`` becomes source
     ``g*width + k``.
 
     Examples

@@ -1,6 +1,6 @@
 """Make a decision: select the layers to solve, solve them, and plan the changes that pay off.
 
-A decision is a pure function of its inputs. It only solves layers with enough potential gain. This is layer-wise
+A decision is a pure function of its inputs. It solves only layers with enough potential gain. This is layer-wise
 cherry-picking, the third of FlashLB's ideas, with a different criterion. FlashLB selects a layer if its balancedness
 falls below a fixed value, or below 0.95 times its value after the layer's last change, and applies the changes with
 the largest gains. This planner keeps no such history. It selects a layer if its PAR exceeds the PAR explained by its
@@ -79,8 +79,8 @@ def plan(
     search
         Search options, which can disable components of the method to measure their effect; ``None`` to use all of them.
     recommendations
-        Recommendations from the previous decision. Pass them only if its plan is being served and the heat has not
-        changed since.
+        Recommendations from the previous decision. Pass them only if that decision's plan is in effect and the heat
+        has not changed since.
     hold_out
         True to run the hold-out for small batches (``planner.holdout``). It may be skipped if the promise is not used.
 
@@ -227,7 +227,7 @@ def _plan_changes(
 
 
 def _gain(verdict: LayerVerdict) -> float:
-    """Return the gain from a change, in microseconds per step with a cost curve and in PAR without one."""
+    """Return the gain from a change, in microseconds per step if there is a cost curve, or else in PAR."""
     if verdict.us_seen is not None and verdict.us_planned is not None:
         return verdict.us_seen - verdict.us_planned
     return verdict.par_seen - verdict.par_planned

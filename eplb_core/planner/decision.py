@@ -64,7 +64,7 @@ class DecisionInputs:
 
     @cached_property
     def pace(self) -> Pace | None:
-        """Schedule of decisions, updated with changes of heat; ``None`` if decisions are made at fixed intervals."""
+        """Decision schedule, updated for changes in heat; ``None`` if decisions are made at fixed intervals."""
         pace = self.session.pace
         return None if pace is None else pace.weighed(self.window.heat_TLE)
 

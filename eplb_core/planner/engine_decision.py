@@ -21,7 +21,7 @@ def place_for_engine(
     """Place the experts of all layers, starting from an engine's placement.
 
     The result depends only on the arguments, unless the settings limit the time. There is no schedule: the engine
-    decides when it asks.
+    chooses when to request a decision.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ def place_for_engine(
     ranks
         R, number of ranks; P must be a multiple of it.
     nodes
-        Number of nodes, with the same number of consecutive ranks each. Transfers within a node are cheaper. Ignored if
-        it does not divide R.
+        Number of nodes; each contains the same number of consecutive ranks. Transfers within a node are cheaper.
+        Ignored if it does not divide R.
     settings
         Planner settings, which include the engine's split.
 

@@ -27,8 +27,8 @@ _MAX_FORECASTS = 4
 """Maximum number of recent intervals used to choose the look-back. A single interval is too noisy if heat is bursty."""
 _CHANGE_ERROR_RATIO = 4.0
 """Heat counts as changed if the error of forecasts of the new segment from older steps is at least this multiple of the
-error of forecasts from the segment's own older half. Bursts and drift stay below this ratio, and a change of workload
-exceeds it (``make bench-decide``)."""
+error of forecasts from the segment's own older half. Bursts and drift stay below this ratio, and workload changes
+exceed it (``make bench-decide``)."""
 
 _MIN_CHANGE_AGE = 2
 """Smallest age at which ``find_change`` looks for a change."""
@@ -109,7 +109,7 @@ def has_changed(heat_TLE: Counts, recent: int) -> bool:
 
 
 def find_change(heat_TLE: Counts, max_age: int) -> int | None:
-    """Return the age of the clearest change of heat in the newest ``max_age`` steps, or ``None`` if there is none.
+    """Return the age of the clearest change in heat within the newest ``max_age`` steps, or ``None`` if there is none.
 
     Each candidate age is tested as the start of a segment that lasts until now. The segment's newer half is forecast
     from its older half and from each block of up to 16 steps before the segment. The heat changed at that age if two
@@ -141,7 +141,7 @@ def find_change(heat_TLE: Counts, max_age: int) -> int | None:
 
 @dataclass(frozen=True)
 class _SummedShares:
-    """Cumulative token shares of the experts in a few layers, for quickly computing the mean over any range of steps.
+    """Cumulative token shares of the experts in a few layers, used to compute means over any range of steps quickly.
 
     Each layer's shares are divided by the norm of their mean, so that all layers have the same weight.
 
@@ -251,7 +251,7 @@ def _jump_ratios(shares: _SummedShares, age_A: npt.NDArray[np.int64], error_A: F
 
 
 def _change_ages(max_age: int) -> npt.NDArray[np.int64]:
-    """Return the ages at which to look for a change: every age from 2 to 32, then increments of about an eighth."""
+    """Return the ages at which to look for a change: every age from 2 to 32, then in increments of about an eighth."""
     ages = []
     age = _MIN_CHANGE_AGE
     while age <= max_age:

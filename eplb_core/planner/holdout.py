@@ -126,7 +126,7 @@ def held_out(
     layer
         Index of the layer.
     current
-        Deployed placement of this layer and its tables, int32 ``[R, 1, E]``.
+        Deployed placement and tables of this layer; the tables are int32 ``[R, 1, E]``.
     candidate
         Placement and tables of this layer, fitted to the training half.
     source_R1E

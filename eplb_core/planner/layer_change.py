@@ -106,8 +106,9 @@ def _rejection(
         return f"kept: the change saves too little time for its {verdict.moves} moves ({verdict.reason})"
     if not _is_warm_flashlb(figures.request):
         return None
-    # The search lowers the PAR of episodes, which does not guarantee a lower PAR per step. If the change is fitted to
-    # fading heat, only the newer half of the window counts, because the older half does not predict later steps.
+    # The search lowers the PAR of episodes, which does not guarantee a lower PAR per step. If the change was fitted to
+    # heat in which older steps fade, only the newer half of the window counts, because the older half does not predict
+    # later steps.
     first = par_T.size // 2 if math.isfinite(result.half_life) else 0
     before = float(mean_par(figures.par_TL[first:, verdict.layer]))
     after = float(mean_par(par_T[first:]))

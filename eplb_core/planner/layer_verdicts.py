@@ -96,12 +96,12 @@ def _reason_changed(
 ) -> str:
     receive = "1 slot receives" if moves == 1 else f"{moves} slots receive"
     if result.taken == TABLES or moves == 0:
-        action = "tables retuned, no weights moved"
+        action = "tables changed (no slot receives weights)"
     elif result.taken == FRESH:
         action = f"placed from scratch ({receive} weights)"
     else:
         action = f"improved starting from its current placement ({receive} weights)"
-    clauses = [f"{action}: {before.par_seen:.3f} to {par:.3f} on this window"]
+    clauses = [f"{action}: PAR {before.par_seen:.3f} to {par:.3f} on this window"]
     if result.trimmed:
         clauses.append("planned for bursts")
     elif math.isfinite(result.half_life):

@@ -1,7 +1,7 @@
 """Decision schedule: when to decide next, which steps to use, and how long the resulting layout is expected to serve.
 
 A deployment makes a decision soon after its realised peak-to-average ratio (PAR) rises above the promised one. While
-decisions gain nothing, it decides rarely. On average, it stays within its CPU budget.
+decisions gain nothing, they are rare. On average, decisions stay within the deployment's CPU budget.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ _MAX_PROMISE_STEPS = 32
 _CLIP_DEVIATIONS = 3.0
 """Number of standard deviations at which a step's excess is clipped before it updates the expectation."""
 _LEARNING_STEPS = 16
-"""Number of steps during which a channel learns if its promise is not held out, or is NaN for lack of tokens."""
+"""Number of steps during which a channel learns if its promise was not corrected by a hold-out, or is NaN for lack of
+tokens."""
 _LEARNING_WEIGHT = 4
-"""Weight of a promise that is not held out, as a number of steps."""
+"""Weight of a promise that was not corrected by a hold-out, as a number of steps."""
 _MIN_LEARNING_DEVIATION = 0.1
 """Lower bound on a step's standard deviation while a channel is learning, as a fraction of the expected PAR. It exceeds
 the PAR difference between the steps that a placement was fitted to and later steps, but is far below the effect of a
@@ -95,7 +96,7 @@ class Pace:
     memory
         Maximum look-back of a decision, in steps.
     longest
-        Maximum interval between two decisions, in steps.
+        Maximum interval between decisions, in steps.
     seen
         Number of steps served so far.
     due_at
@@ -213,7 +214,7 @@ class Pace:
         return not self.settling and paid is not False
 
     def window_steps(self, heat_TLE: Counts) -> int:
-        """Return the number of recent steps to decide on, given the heat of all remembered steps, ``[T, L, E]``."""
+        """Return the number of recent steps for a decision, given the heat of all remembered steps, ``[T, L, E]``."""
         longest = min(self.segment_age, self.memory, len(heat_TLE))
         if not self.has_decided or longest < 2 * MIN_LOOKBACK:
             return max(longest, 1)
@@ -432,7 +433,8 @@ class Pace:
         channel = int(self.sum_C.argmax())
         if self.sum_C[channel] <= _CUSUM_THRESHOLD:
             return None
-        # A single sum may have been positive even before the change, so use the median over the channels in alarm.
+        # A single sum may have been positive even before the change, so use the median over all channels that raise the
+        # alarm.
         age = int(np.median(self.since_C[self.sum_C > _CUSUM_THRESHOLD]))
         return (channel if channel < self.sum_C.size - 1 else None), age
 

@@ -172,7 +172,7 @@ def promise_of_steps(par_TL: Float64, *, held_out: bool) -> Promise:
     inflation_C = np.ones_like(mean_C)
     if len(par_TC) >= _MIN_STEPS:
         # Even for independent steps, the estimate may exceed 1 by chance. Subtract its error so that the test for
-        # changes of heat does not lose sensitivity.
+        # changes in heat does not lose sensitivity.
         inflation_C = np.maximum(1.0, inflation(centred_TC) - inflation_error(len(par_TC)))
     return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
 
@@ -225,7 +225,7 @@ class Outlook:
     forecasts
         Forecasts of the new layout's gain over the initial layout.
     burst
-        True if the last alarm before the decision was not caused by a lasting change of heat.
+        True if the last alarm before the decision was not caused by a lasting change in heat.
     change_at
         Value of ``Pace.seen`` at a change in heat that did not raise an alarm; ``None`` if there was no such change.
     too_recent

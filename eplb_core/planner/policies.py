@@ -3,8 +3,8 @@
 An external policy is a function ``policy(heat_TLE, phy2log_LRS)``. Its arguments are the tokens in the window,
 ``[T, L, E]``, and the deployed placement, int32 ``[L, R, S]``. It returns the new placement, or a tuple of the
 placement and the tables ``log2phy_RLE``. A package registers its policies as entry points in the group
-``eplb.policies``. A policy that keeps state is a class without arguments: each replay makes an object of it and calls
-that. All commands and ``solve`` interpret policy names in the same way.
+``eplb.policies``. A policy that keeps state is a class whose constructor needs no arguments. Each replay creates an
+instance and calls it. All commands and ``solve`` interpret policy names in the same way.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _registered_function(policy: str) -> PolicyFunction:
 
 
 def _function_of(policy: str, loaded: Any, problem: str) -> PolicyFunction:
-    """Return a loaded function, or an object of a loaded class. Raises ``PolicyError`` if neither can be called."""
+    """Return a loaded function, or an instance of a loaded class. Raises ``PolicyError`` if neither can be called."""
     try:
         function = loaded() if isinstance(loaded, type) else loaded
     except Exception as error:
@@ -157,7 +157,7 @@ def run_external_policy(
     function
         The policy. It receives copies of the heat and the placement.
     window
-        Heat to decide on.
+        Heat on which the policy bases its decision.
     deployed
         Deployed placement.
 

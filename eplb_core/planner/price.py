@@ -15,7 +15,7 @@ _MEASURED, _PARTLY, _STATED, _ASSUMED = MOVE_PRICES
 they measured some of these; ``stated``: the settings contain the price or the link bandwidth; ``assumed``: neither the
 ranks nor the settings provide a value."""
 MAX_PRICE = 10.0
-"""Maximum move price. At this price, no layer moves."""
+"""Maximum move price. At this price, no expert moves."""
 ASSUMED_BYTES = 16 << 20
 """Assumed size of one expert's weights in one layer, in bytes."""
 _ASSUMED_SLOWDOWN = 0.2
@@ -23,7 +23,7 @@ _ASSUMED_SLOWDOWN = 0.2
 _COPY_BYTES_PER_SECOND = 1e12
 """Assumed rate at which a commit copies weights within a device."""
 _COMMIT_MS = 0.5
-"""Assumed duration of a commit in milliseconds, excluding that copy."""
+"""Assumed duration of a commit in milliseconds, excluding the copying of weights."""
 _ASSUMED_SERVING_STEPS = 256
 """Assumed number of steps that a change serves."""
 _BYTES_PER_COUNT = 4

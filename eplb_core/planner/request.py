@@ -26,7 +26,7 @@ class SolveRequest:
     Parameters
     ----------
     window
-        Heat to decide on.
+        Heat on which the decision is based.
     placement
         Current placement.
     log2phy_RLE
@@ -124,7 +124,7 @@ def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: T
     """Return the number of expert groups to keep on nodes, and the reason if this is not possible.
 
     The number is 0 if the settings do not request groups, if the groups cannot be kept on nodes, or if there is only
-    one node, so that every placement keeps them there. The reason is empty unless groups were requested and cannot be
+    one node, on which every placement keeps them. The reason is empty unless groups were requested and cannot be
     kept on nodes.
 
     Examples

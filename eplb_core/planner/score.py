@@ -35,12 +35,12 @@ _MAX_DRAWS = 8
 _DRAW_OFFSET = 1 << 32
 """Offset between the step numbers of two draws, which gives each draw its own random numbers."""
 _EXACT_TOKENS_PER_RANK = 8
-"""Maximum number of tokens per rank at which the noise floor is computed exactly. With more tokens, the error is at
+"""Maximum number of tokens per rank for exact computation of the noise floor. With more tokens, the error is at
 most 0.3 % (64 ranks)."""
 _MAX_EXACT_TOKENS = 512
-"""Maximum number of tokens on all ranks at which the noise floor is computed exactly."""
+"""Maximum total number of tokens, over all ranks, for exact computation of the noise floor."""
 _FLOOR_ERROR = 1e-6
-"""Probability of a higher peak below which the computation of the exact noise floor stops."""
+"""Tolerance of the exact noise floor. Its sum over peak loads ends once a higher peak is less probable than this."""
 _PAID_ERRORS = 1.0
 """Number of standard errors that the mean gain of a change must exceed for the change to have paid off."""
 
@@ -180,7 +180,7 @@ def _numbers_of(curve: CostCurve) -> Float64:
 class ServedWindow:
     """Summary of a window's rank loads in K layers.
 
-    A decision only needs these figures. The loads themselves would be millions of numbers.
+    A decision needs only these figures. The loads themselves would be millions of numbers.
 
     Parameters
     ----------
@@ -315,8 +315,8 @@ def drawn_par(
 ) -> Float64:
     """Return the peak-to-average ratio of each step, averaged over several draws of its tokens, float64 ``[T, K]``.
 
-    Use it for steps with few tokens, because the mean over a short window then depends on the random numbers of the
-    draw. Arguments as for ``split_steps``.
+    Use it for steps with few tokens, because with a single draw, the mean over a short window would depend on the
+    random numbers. The arguments are the same as for ``split_steps``.
     """
     layout = placement, log2phy_RLE, source_RLE, split
 
@@ -416,8 +416,8 @@ def noise_floor(tokens_NL: Heat, ranks: int) -> Float64:
 def _exact_floor(ranks: int) -> Float64:
     """Return the expected peak-to-average ratio for 1, 2, 3, ... tokens that choose ranks independently, ``[F]``.
 
-    The probability that no rank receives more than ``m`` tokens is a ratio of two probabilities: that R Poisson counts
-    of at most ``m`` sum to the number of tokens, and that R unbounded Poisson counts do.
+    The probability that no rank receives more than ``m`` tokens is a ratio. Its numerator is the probability that R
+    Poisson counts of at most ``m`` sum to the number of tokens. Its denominator is the same for unbounded counts.
     """
     max_tokens = min(_EXACT_TOKENS_PER_RANK * ranks, _MAX_EXACT_TOKENS)
     count_F = np.arange(max_tokens + 1)
@@ -466,12 +466,12 @@ def sampling_floor(served: ServedWindow) -> Float64:
 
 
 def volatility_bound(served: ServedWindow) -> Float64:
-    """Return the peak-to-average ratio that jumps in the heat cause on ranks that are balanced on average, ``[L]``.
+    """Return the peak-to-average ratio caused by jumps in the heat if ranks are balanced on average, ``[L]``.
 
     Jumps are measured between consecutive episodes, so a trend or a slow change in the workload does not count. Two
     estimates of their variance are compared, the sum over the experts and the variance measured on the ranks, and the
-    smaller one is used. The latter is smaller if the experts' jumps partly cancel out: a token that chooses one expert
-    does not choose another. The result is 1.0 if fewer than two episodes have tokens.
+    smaller one is used. The measured variance is smaller if the experts' jumps partly cancel out: a token that chooses
+    one expert does not choose another. The result is 1.0 if fewer than two episodes have tokens.
     """
     variance_L = np.minimum(served.expert_variance_K, served.rank_variance_K)
     return balanced_par(variance_L, served.ranks)

@@ -10,8 +10,8 @@ from eplb_core.solver.model import SearchOptions, SearchParams
 
 _DEEPSEEK = SearchParams()
 _MAX_TREE_CELLS = 20_000
-"""Maximum value of slots x (experts + ranks) at which a tree search is run. Up to this size, the search costs next to
-nothing. Larger layers gain nothing from it."""
+"""Maximum value of slots x (experts + ranks) at which a tree search is run. Up to this size, the search takes almost no
+time. Larger layers gain nothing from it."""
 _TREE_LEAVES = 8
 """Number of tree-search leaves from which the search continues."""
 _FEW_SLOTS = 3
@@ -19,12 +19,12 @@ _FEW_SLOTS = 3
 exchanges soon gets stuck."""
 _FEW_SLOTS_Z = 1.5
 """Upper bound on ``z`` for layers with few slots per rank. The load of so few experts is far from normally distributed,
-so the far tail is a poor guide. On the heat used to tune annealing, values of 1.0 and 2.5 change the results by at most
-0.2 %."""
+so the tail of a normal distribution is a poor estimate of the peak. On the heat used to tune annealing, values of 1.0
+and 2.5 change the results by at most 0.2 %."""
 _ANNEALING_TRIES = 400
 """Annealing tries per slot, for a layer with few slots per rank and as many spare replicas as experts. With fewer spare
-replicas, there is less to decide, so the number of tries is reduced proportionally. On the same heat, half as many
-tries give 0.3 % worse results, and twice as many give 0.15 % better ones."""
+replicas, there are fewer choices, so the number of tries is reduced proportionally. On the heat used to tune annealing,
+half as many tries give 0.3 % worse results, and twice as many give 0.15 % better ones."""
 _MIN_STEP_TRIES, _MAX_STEP_TRIES = 1000, 2000
 """Minimum and maximum number of tries in the search for stepwise splits.
 
@@ -34,8 +34,8 @@ it (measured in a replay with three seeds). On the latter, doubling the tries lo
 most 0.2 %.
 """
 _STEP_WORK = 16_000
-"""Maximum product of these tries and the spare replicas between the two limits. A try takes longer with more of
-them."""
+"""Product of step tries and spare replicas, unless ``_MIN_STEP_TRIES`` or ``_MAX_STEP_TRIES`` applies. A try takes
+longer with more spare replicas."""
 _LOCAL_SEARCH_STEPS_PER_SLOT = 16
 
 
@@ -76,7 +76,7 @@ def search_params_of(
         return _DEEPSEEK._replace(tables=_tables(settings.split, False, width), width=width)
     options = options or SearchOptions()
     slots = placement.ranks * placement.slots
-    # Under a stepwise split, a tree search brings no gain, because the step search changes the replica counts as well.
+    # With a stepwise split, a tree search gains nothing, because the step search changes the replica counts as well.
     is_small = slots * (placement.experts + placement.ranks) <= _MAX_TREE_CELLS
     has_tree = options.tree_search and is_small and settings.split != STEP
     has_few_slots = placement.slots <= _FEW_SLOTS and options.local_search

@@ -28,7 +28,7 @@ from eplb_core.planner.verdicts import MovePrice, Worth
 from eplb_core.solver.model import Recommendation
 
 _PRICE_INTERVAL = 8.0
-"""Number of steps between two estimates of the time price, as a multiple of the number of steps whose CPU budget pays
+"""Number of steps between estimates of the time price, as a multiple of the number of steps whose CPU budget pays
 for one estimate."""
 
 
@@ -124,7 +124,7 @@ class DecisionSession:
         served
             Number of served steps so far.
         interval
-            Number of steps between two decisions; only used if decisions are made at fixed intervals.
+            Number of steps between decisions; used only if decisions are made at fixed intervals.
         """
         new_steps = served - self.decided_at
         return new_steps >= interval if self.pace is None else new_steps > 0 and self.pace.due
@@ -132,8 +132,8 @@ class DecisionSession:
     def check_is_due(self, switched: int) -> bool:
         """Return True if an alarm suggests that the plan in progress is stale, so that a check is due.
 
-        A plan is not checked if the previous plan was called off and neither of them has switched a layer. Otherwise,
-        frequent changes of heat might prevent every switch.
+        A plan is not checked if the previous plan was called off and neither plan has switched a layer. Otherwise,
+        frequent changes in heat might prevent every switch.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class DecisionSession:
         return replace(self, pace=pace), processed
 
     def begin_decision(self, served: int) -> DecisionSession:
-        """Return the state at the start of a decision, with ``served`` steps served so far.
+        """Return the state at the start of a decision that begins after ``served`` steps.
 
         Build the ``DecisionInputs`` from the state before this call.
         """
@@ -320,6 +320,6 @@ def steps_paying(cpu_seconds: float, cpu_share: float, step_us: float) -> float:
 
 
 def _corrected_pace(pace: Pace, outlook: Outlook) -> Pace:
-    """Return the pace with the outlook's findings applied: a burst that raised an alarm, a change that raised none."""
+    """Return the pace with the outlook's findings applied: a burst that raised an alarm, or a change that did not."""
     pace = pace.dismissed() if outlook.burst else pace
     return pace if outlook.change_at is None else pace.begun_at(outlook.change_at)

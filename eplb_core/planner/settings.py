@@ -4,7 +4,7 @@
 keys of its YAML file are derived from its fields.
 """
 
-# Annotations are evaluated at once, because the types of the fields are also the types of the options.
+# Annotations must be evaluated eagerly, because the types of the fields are also the types of the options.
 
 import math
 import operator
@@ -124,7 +124,7 @@ class PlannerSettings:
     )
     min_gain: float = _setting(
         0.01,
-        "Minimum gain required to change a layer, in PAR or, with a cost curve, as a share of its time.",
+        "Minimum gain required to change a layer, in PAR or, with a cost curve, as a share of the layer's time.",
         ge=0.0,
     )
     max_layers: int | None = _setting(
@@ -156,18 +156,18 @@ class PlannerSettings:
         "even: evenly (vLLM); deal: several replicas in turn; step: according to each step's counts.",
     )
     deal_width: int = _setting(
-        16, "Maximum number of entries per expert in a dealing table (split deal).", ge=1, le=MAX_ENTRIES
+        16, "Maximum number of entries per expert in a dealing table (split=deal).", ge=1, le=MAX_ENTRIES
     )
     expert_groups: int | None = _setting(
         None,
-        "Number of groups of consecutive experts, each kept on one node (hierarchical placement); by default, "
+        "Number of groups of consecutive experts; each group is kept on one node (hierarchical placement). By default, "
         "experts are not grouped.",
         ge=1,
     )
     cost_curve: CostCurve | None = _setting(  # noqa: RUF009, declared like the other fields
         None,
-        "Cost curve file (from eplb calibrate), or FILE:PHASE. A layer then changes only if this shortens the time of "
-        "its slowest rank.",
+        "Cost curve file (from eplb calibrate), or FILE:PHASE. A layer then changes only if the change shortens the "
+        "time of its slowest rank.",
     )
     fitted_curve: bool = _setting(
         False,
@@ -176,7 +176,7 @@ class PlannerSettings:
     )
     estimate_device: bool = _setting(
         True,
-        "Without a cost curve, leave a layer unchanged while its experts get so few tokens that steps wait only for "
+        "If no cost curve is set, leave a layer unchanged while its experts get so few tokens that steps wait only for "
         "weight reads, as estimated for the ranks' device.",
         serve_only=True,
     )
@@ -188,8 +188,8 @@ class PlannerSettings:
     )
     budget_ms: float | None = _setting(
         None,
-        "Time budget per decision, in milliseconds. Once it is spent, no further layer is started (worst first), so "
-        "results depend on the machine. Unlimited by default.",
+        "Time budget per decision, in milliseconds. Layers are solved worst first, and none is started after the "
+        "budget is spent, so results depend on the machine. Unlimited by default.",
         gt=0.0,
     )
 

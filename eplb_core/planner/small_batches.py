@@ -112,7 +112,7 @@ def unpaid_changes(
     return {
         layer: (
             f"kept: on held-out steps with whole tokens, the change gains {holdout.gain:.3f} ± {holdout.error:.3f}"
-            f"{unit} but its moves cost {costs[layer]:.3f}"
+            f"{unit}, but its moves cost {costs[layer]:.3f}"
         )
         for layer, holdout in holdouts.items()
         if layer not in paying_layers
@@ -120,7 +120,7 @@ def unpaid_changes(
 
 
 def with_optimism(result: LayerResult, optimism: float) -> LayerResult:
-    """Return a copy of the result in which it and its recommendation have the given optimism."""
+    """Return a copy of the result with the given optimism, set in its recommendation as well."""
     recommendation = result.recommendation
     if recommendation is not None:
         recommendation = recommendation._replace(optimism=optimism)

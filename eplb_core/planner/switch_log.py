@@ -46,7 +46,7 @@ class SwitchLog:
 
     The log starts when the ranks form a group, and step numbers continue from one plan to the next. Reports come from
     other processes and are not trusted. Each one counts only once, and a report is ignored if its duration exceeds the
-    time since the plan was offered. Memory use is bounded, because the log only keeps the current plan and a fixed
+    time since the plan was offered. Memory use is bounded, because the log keeps only the current plan and a fixed
     number of earlier plans.
     """
 

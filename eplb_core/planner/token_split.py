@@ -37,7 +37,7 @@ def split_shares(
     Parameters
     ----------
     heat_TLE
-        ``[T, L, E]``, tokens of each expert in each step. They only matter if the host deals, because an entry's share
+        ``[T, L, E]``, tokens of each expert in each step. They matter only if the host deals, because an entry's share
         then depends on the number of tokens.
     placement
         Current placement.

@@ -20,7 +20,7 @@ On the four kinds of heat in ``make bench-solver`` (256 experts on 32 ranks x 9 
 and 1), individual shuffled layouts have 0.73 to 1.35 times that mean. Layouts from ``flashlb`` and ``deepseek`` have
 0.01 to 0.46 times that mean, one to five windows of 256 steps after they were made. With 32 experts on 8 ranks x 5
 slots, the ranges are 0.56 to 1.49 and 0.05 to 0.59, except on drifting heat, where layouts from both policies reach
-0.86. The only cost of placing these from scratch is their moves.
+0.86. If such a layout is placed from scratch, only the cost of its moves is wasted.
 """
 _MIN_AVOIDABLE = 0.05
 """Avoidable imbalance of shuffled layouts at or below which no layout counts as unfitted, because all are good enough.

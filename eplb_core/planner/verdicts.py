@@ -1,7 +1,7 @@
 """Decision results for operators: the verdict on each layer, the move price and the gain from balancing.
 
-The planner computes these values, the service stores them, and ``wire.operator`` encodes them. To be usable by both the
-planner and the wire format, the module does not import any other core module.
+The planner computes these values, the service stores them, and ``wire.operator`` encodes them. Both the planner and the
+wire format use this module, so it does not import any other core module.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Worth:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Decision on one layer, with its reason. PARs are means over steps and are NaN for a layer without tokens.
+    """Decision on one layer, with the reason. PARs are means over steps and are NaN for a layer without tokens.
 
     Parameters
     ----------

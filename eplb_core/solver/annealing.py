@@ -182,9 +182,9 @@ class _State(NamedTuple):
     rank_K: Int32
     """int32 ``[R]``, ranks whose loads the change under consideration would alter."""
     changed_R1: Bool
-    """bool ``[R + 1]``, True for these ranks; all False between changes. The last entry is always False."""
+    """bool ``[R + 1]``, True for the ranks in ``rank_K``; all False between changes. The last entry is always False."""
     changed_RN: Float32
-    """float32 ``[R, N]``, loads of these ranks after the change."""
+    """float32 ``[R, N]``, loads of the ranks in ``rank_K`` after the change."""
 
 
 class _Change(NamedTuple):
@@ -289,7 +289,7 @@ def _may_pass(
 
 @part
 def _note_swap(state: _State, scaled_EN: Float32, change: _Change) -> int:
-    """Write both ranks' loads after a swap into ``changed_RN`` and return the number of changed ranks, 2."""
+    """Compute both ranks' loads after a swap, write them to ``changed_RN``, and return the number of ranks, 2."""
     _, replicas_E, _, _, top, rank_K, changed_R1, changed_RN = state
     load_RN = top.load_RN
     rank = change.rank

@@ -67,7 +67,7 @@ _LONE = 16
 """Divisor of the number of annealing tries if each rank has one slot. Annealing can then improve only the replica
 counts.
 
-Its effect was measured with 256 experts on 320, 512 and 1,024 such ranks (the four kinds of heat in ``make
+Its effect was measured with 256 experts on 320, 512 and 1,024 ranks x 1 slot (the four kinds of heat in ``make
 bench-solver``, three seeds). Compared with the full number of tries, the PAR is 0.2 % higher on the window and 0.1 %
 lower on the next one.
 """

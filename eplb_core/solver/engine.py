@@ -160,7 +160,7 @@ NO_LIMITS = Limits()
 
 
 class SolverError(RuntimeError):
-    """Failure to solve a layer."""
+    """A layer could not be solved."""
 
 
 class OutOfTimeError(SolverError):
@@ -186,7 +186,7 @@ def solve_many(
 ) -> list[LayerResult | SolverError]:
     """Solve all layers of a batch, in order.
 
-    Without a time budget, the results do not depend on the number of threads.
+    If there is no time budget, the results do not depend on the number of threads.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def solve_many(
     def solve(layer: int) -> LayerResult | SolverError:
         if time.monotonic() >= deadline:
             return OutOfTimeError(
-                f"the time budget (budget_ms) of {budget_ms:g} ms ran out before this layer"
+                f"the time budget (budget_ms) of {budget_ms:g} ms ran out before this layer was started"
             )
         heat_NE = heat_LNE[layer]
         # Each layer has its own seed, so its random numbers do not depend on the other layers in the batch.

@@ -1,4 +1,4 @@
-"""Search objective: the risk of the hottest rank, which is mean + z*std of its load over the episodes.
+"""Search objective: the hottest rank's risk, which is mean + z*std of the rank's load over the episodes.
 
 This is the second of FlashLB's three ideas. The heat of an episode is scaled to a mean rank load of 1, so a layer's
 risk reads as a peak-to-average ratio (PAR). The objective needs only the mean heat of each expert and the covariance of
@@ -232,7 +232,7 @@ class TopRanks(NamedTuple):
     """int32 ``[3, N]``, the hottest ranks of each episode, hottest first. If the layer has fewer than three ranks, the
     unused entries are ``R``."""
     peak_KN: Float32
-    """float32 ``[3, N]``, the loads of these ranks. Unused entries are 0."""
+    """float32 ``[3, N]``, loads of the ranks in ``rank_KN``. Unused entries are 0."""
 
 
 @kernel

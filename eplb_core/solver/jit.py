@@ -9,8 +9,8 @@ directory. If no directory is writable, every process recompiles the kernels.
 
 Three rules keep compile times low:
 
-- Code that runs only a few times per layer is plain Python that calls kernels. If a kernel called them instead, numba
-  would compile them again as part of that kernel.
+- Code that runs only a few times per layer is plain Python that calls kernels. If a kernel called these kernels
+  instead, numba would compile them again as part of it.
 - Kernels use loops instead of whole-array assignments, sums and comparisons, which take numba up to two seconds each to
   compile.
 - Callers always pass the same type for a given kernel argument, because numba compiles a separate version for each

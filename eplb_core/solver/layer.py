@@ -4,7 +4,7 @@ Heat differs more between consecutive windows than the results of different solv
 that chase a burst gain nothing. Every action is therefore fitted to the older half of the window and judged on the
 newer half (hold-out validation). The hold-out shows which action pays off for each layer, and at what price per move.
 The recommended action is then repeated on the whole window and compared with keeping the layer. FlashLB, by contrast,
-applies whatever fits its window best.
+applies the placement that fits its window best.
 
 References
 ----------
@@ -62,16 +62,16 @@ are rarely chosen: with a ladder down to the true price, only one of 56 changes 
 
 _MAX_SEARCH_GAIN = 0.15
 """Maximum fraction of a greedy placement's avoidable imbalance (its PAR - 1 on the newer half) that the full search
-from scratch is expected to remove. It rarely removes more, unless heavy replicas receive more than ``_MAX_HEAVY_SHARE``
-of the tokens."""
+from scratch is expected to remove. The search rarely removes more, unless heavy replicas receive more than
+``_MAX_HEAVY_SHARE`` of the tokens."""
 _HEAVY_LOAD = 3.0
 """Load, in units of the mean slot load, above which a replica is heavy."""
 _MAX_HEAVY_SHARE = 0.25
 """Fraction of all tokens on heavy replicas above which a greedy placement is a poor estimate.
 
-The estimate assumes that the tokens of such experts are split evenly, but tables and swaps find better placements. On
-drifting and bursty heat (256 experts, 32 ranks x 9 slots), the fraction is at most 0.18 in nine out of ten layers, so
-few layers are searched unnecessarily.
+The estimate assumes that the tokens of all experts are split evenly, but for heavy replicas, tables and swaps find
+better placements. On drifting and bursty heat (256 experts, 32 ranks x 9 slots), the fraction is at most 0.18 in nine
+out of ten layers, so few layers are searched unnecessarily.
 """
 
 
@@ -95,7 +95,7 @@ class LayerResult:
     crosses
         Fraction of the tokens that leave their source's node under ``candidate``.
     optimism
-        Increase in the candidate's PAR from the older half, to which it was fitted, to the newer half; at least 0.
+        Increase in the candidate's PAR from the older half, to which it was fitted, to the newer half; never negative.
         ``None`` if there was no hold-out.
     trimmed
         True if the heat is bursty and the forecast used each expert's trimmed mean.
@@ -366,7 +366,7 @@ def _shortlist_prices(
     candidate_cost = cost(judged_RS)
     limit = candidate_cost - min_gain
     for price, phy2log_RS in zip(price_K.tolist(), improved(fit, params, price_K, 1), strict=True):
-        # Neighbouring prices often have the same placement.
+        # Neighbouring prices often lead to the same placement.
         if not np.array_equal(phy2log_RS, judged_RS):
             judged_RS = phy2log_RS
             candidate_cost = cost(judged_RS)

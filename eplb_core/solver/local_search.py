@@ -44,7 +44,8 @@ the search takes 1.7 times as long.
 EXCHANGES = 4
 """Interval, in steps, at which a search with a move price looks for an exchange even if a swap is available.
 
-Finding an exchange takes 2.5 times as long as finding a swap on 32 ranks x 9 slots, and 6 times as long on 1,024 x 2.
+Finding an exchange takes 2.5 times as long as finding a swap on 32 ranks x 9 slots, and 6 times as long on 1,024 ranks
+x 2 slots.
 """
 
 

@@ -73,7 +73,7 @@ class SearchOptions:
     """Weight of the standard deviation in a rank's risk; ``None`` to derive it from the number of ranks."""
     half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
     """Candidate half-lives of the heat forecast, as fractions of the window. The first one is used if the window is too
-    short to choose."""
+    short to choose one."""
     warm: bool = True
     """Start from the deployed placement and charge for moves; if False, place all selected layers from scratch."""
     volatility: bool = True
@@ -95,7 +95,7 @@ class SearchOptions:
     """Make only changes that pay off on the newer half of the window when fitted to the older half."""
     sureness: float = 1.96
     """Number of standard errors by which the gain on the newer half must exceed the cost of the moves. With 0, only the
-    mean gain decides."""
+    mean gain counts."""
     price_ladder: bool = True
     """When searching on the older half, try prices per move above the true price, so that only moves with lasting gains
     are made."""
@@ -129,7 +129,7 @@ class SearchParams(NamedTuple):
     """Number of dealing-table entries per expert, D. Each entry counts as a source: entry ``k`` of source ``g`` is
     source ``g*D + k``."""
     step_tries: int = 0
-    """Number of tries of the placement search for stepwise splits; 0 for no such search."""
+    """Number of tries of the placement search for stepwise splits; 0 to skip this search."""
     seed: int = 0
     """Seed for all random choices."""
     options: SearchOptions = SearchOptions()

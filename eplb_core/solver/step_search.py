@@ -39,12 +39,12 @@ _REPLACE = 50
 """Percentage of tries that replace a spare replica with a different expert; the rest swap two experts."""
 _SWEEPS = 4
 """Number of times that a change relaxes all shared experts. With 2 sweeps, the PAR on the next window of recorded
-decoding (8 ranks x 5 slots) is 0.4 % higher. With 8, a replay of it has a PAR 0.2 % lower, which may
-be chance."""
+decode steps (8 ranks x 5 slots) is 0.4 % higher. With 8 sweeps, the PAR in a replay of these steps is 0.2 % lower,
+which may be chance."""
 _FIRST_SWEEPS = 32
 """Number of times that the initial split, which is even, is relaxed."""
 _MAX_SCENARIOS = 64
-"""Maximum number of steps used as scenarios. With 32, a replay of recorded decoding has a PAR 0.2 % higher, and its
+"""Maximum number of steps used as scenarios. With 32, the PAR in a replay of recorded decode steps is 0.2 % higher, and
 decisions take 0.92 times as long."""
 _STRESS = 1.5
 """Factor by which a scenario's deviation from the mean heat is amplified. A placement that is perfect for the observed

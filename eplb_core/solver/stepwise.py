@@ -261,7 +261,7 @@ def optimal_peaks(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
 
     Examples
     --------
-    Expert 0 has a replica on each rank. All its 4 tokens go to rank 1, so that both ranks process 6:
+    Expert 0 has a replica on each rank. All 4 of its tokens go to rank 1, so that each rank processes 6:
 
     >>> phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
     >>> optimal_peaks(phy2log_RS, np.array([[4], [6], [2]], dtype=np.float32))

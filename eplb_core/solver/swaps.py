@@ -28,9 +28,9 @@ results, and 0.1 raises the realised PAR by up to 0.8 %.
 class Swaps(NamedTuple):
     """Precomputed values for every slot that may be swapped with a slot of the hottest rank.
 
-    All arrays except the last are float32 ``[R*S]``. The first five describe a slot's replica, and its rank without the
-    replica. They depend only on the rank's slots and loads. After a change to two ranks, only the entries of these two
-    are recomputed, even if there are thousands of ranks.
+    All arrays except the last are float32 ``[R*S]``. The first five describe a slot's replica, and the slot's rank
+    without that replica. They depend only on the rank's slots and loads. After a change to two ranks, only the entries
+    of these two are recomputed, even if there are thousands of ranks.
     """
 
     share_P: Float32
@@ -55,7 +55,7 @@ class Swaps(NamedTuple):
     scratch_P: Float32
     """Scratch memory for ``best_swap``."""
     held_E: Bool
-    """bool ``[E]``, True if the hottest rank holds the expert; all False between two calls of ``best_swap``."""
+    """bool ``[E]``, True if the hottest rank holds the expert; all False between calls of ``best_swap``."""
 
 
 @kernel

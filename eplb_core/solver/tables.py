@@ -43,7 +43,7 @@ from eplb_core.solver.swaps import MIN_RELIEF, best_swap, swap, swaps_of
 
 
 class TablesByExpert(NamedTuple):
-    """Tables stored by expert, so that the entries of one expert are contiguous, and the slots of each expert."""
+    """Tables stored by expert, with each expert's entries contiguous, and the slots of each expert."""
 
     chosen_EG: Int32
     """int32 ``[E, G]``, physical id to which each source sends its tokens of each expert, updated in place."""
@@ -181,7 +181,7 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     heat
         Heat of the layer.
     share_GE
-        float32 ``[G, E]``, each source's share of the expert's tokens.
+        float32 ``[G, E]``, each source's share of each expert's tokens.
     z
         Weight of the standard deviation in a rank's risk.
 
@@ -468,7 +468,7 @@ def swap_through_tables(
     heat
         Heat of the layer.
     share_GE
-        float32 ``[G, E]``, each source's share of the expert's tokens.
+        float32 ``[G, E]``, each source's share of each expert's tokens.
     z
         Weight of the standard deviation in a rank's risk.
     steps

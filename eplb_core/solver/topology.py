@@ -212,7 +212,7 @@ def keep_slots(phy2log_RS: Int32, deployed_RS: Int32) -> tuple[Int32, int]:
     Returns
     -------
     tuple of Int32 and int
-        The placement, int32 ``[R, S]``, and the number of moves, which are slots whose expert has changed.
+        The placement, int32 ``[R, S]``, and the number of moves: slots whose expert has changed.
 
     Examples
     --------
@@ -291,7 +291,7 @@ def _localise_tables(routed: _RoutedLoads, deployed: LayerLayout, pair_X2: Int32
     pair_X2
         int32 ``[X, 2]``, pairs of expert and source to redirect, in the order returned by ``_pairs_with_home``.
     limit
-        Upper bound on the mean peak, which is the mean peak before the first change.
+        Upper bound on the mean peak: its value before the first change.
     """
     ranks, slots = deployed.phy2log_RS.shape
     tables, heat, top, first_P, next_G, changed_RN = routed
@@ -332,7 +332,8 @@ def _localise_tables(routed: _RoutedLoads, deployed: LayerLayout, pair_X2: Int32
 def _list_sources(near_G: Int32, first_P: Int32, next_G: Int32) -> None:
     """Build a linked list of each slot's sources, in ascending order.
 
-    ``first_P`` is the first source of each slot and ``next_G`` the source after each source; -1 ends a list.
+    ``first_P`` is the first source of each slot. ``next_G`` is the source that follows each source in its list. The
+    value -1 marks the end of a list.
     """
     for g in range(near_G.shape[0]):
         first_P[near_G[g]] = -1
@@ -484,7 +485,10 @@ def _narrowed(
 def _shift(
     top: TopRanks, heat_N: Float32, share: float, old_rank: int, new_rank: int, changed_RN: Float32
 ) -> None:
-    """Write both ranks' loads after a move of the fraction ``share`` of an expert's tokens into ``changed_RN``."""
+    """Compute both ranks' loads after a move of the fraction ``share`` of an expert's tokens.
+
+    The loads are written to ``changed_RN``.
+    """
     for n in range(heat_N.shape[0]):
         changed_RN[old_rank, n] = top.load_RN[old_rank, n] - share * heat_N[n]
         changed_RN[new_rank, n] = top.load_RN[new_rank, n] + share * heat_N[n]

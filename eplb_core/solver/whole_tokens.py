@@ -25,8 +25,8 @@ from eplb_core.solver.jit import kernel, part
 from eplb_core.solver.model import Float64, Int32, Int64, UInt64, set_row
 
 _FEW_PER_REPLICA = 16
-"""Maximum number of an expert's tokens per replica at which the tokens are drawn one at a time. With more tokens, the
-normal approximation is accurate."""
+"""Up to this many tokens per replica, an expert's tokens are drawn one at a time. With more tokens, the normal
+approximation is accurate."""
 _UNIFORM = 65_536.0
 """Range of a uniform random number, which is 16 bits of a hash. One hash yields four such numbers."""
 _MEAN_OF_SUM = 131_070.0
@@ -88,7 +88,8 @@ def serve_steps(
     Parameters
     ----------
     heat_TLE
-        ``[T, L, E]``, tokens of each expert. A fractional token (float heat only) is split by the expected shares.
+        ``[T, L, E]``, tokens of each expert. A fractional token (float heat only) is split according to the expected
+        shares.
     layer_K
         int64 ``[K]``, indices of the layers to compute loads for.
     phy2log_KRS

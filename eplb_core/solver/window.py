@@ -25,7 +25,7 @@ In ``make bench-decide``, bursty heat has a skewness of 1.5 to 2.5, and the othe
 0.62. Heat recorded during decoding reaches 1.7.
 """
 CLEARLY_BETTER = 0.9
-"""Fraction of the default forecast's squared error that another forecast must stay below to replace it.
+"""Fraction of the default forecast's squared error below which a different forecast replaces the default.
 
 Chosen by hand so that every layer of 256 experts with static or alternating heat keeps the default.
 """
@@ -384,8 +384,8 @@ def choose_forecast(heat: Episodes, half_life_H: Float64, trim: bool = True) -> 
     """Choose the forecast whose prediction from the older half of the episodes is closest to the newer half's mean.
 
     The first half-life is the default. A different half-life, or the trimmed mean, replaces it if its squared error is
-    clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed, because
-    it would predict only one of two alternating kinds of heat. The default is also used if the newer half has no
+    clearly smaller (``CLEARLY_BETTER``). The trimmed mean is considered only for bursty heat, which is skewed: if
+    two kinds of heat alternate, it would predict only one of them. The default is also used if the newer half has no
     tokens.
 
     Parameters

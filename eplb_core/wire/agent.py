@@ -58,7 +58,7 @@ class Shape:
     bytes_per_expert
         Size of an expert's weights in one layer.
     width
-        D, entries per expert in the dealing tables that the host reads. Tables with D = 1 have no axis for entries.
+        D, entries per expert in the dealing tables that the host reads. Tables with D = 1 have no entries axis.
     rank_bound
         True if experts cannot move to a different rank.
     entry_by_row
@@ -67,7 +67,7 @@ class Shape:
     observed
         True if the agents only observe. Such agents also set ``rank_bound``, so that older services make no plans.
     splits_by_step
-        True if the host chooses replicas by each step's own counts, so that tables have no effect.
+        True if the host chooses replicas according to each step's own counts, so that tables have no effect.
     """
 
     MESSAGE: ClassVar[type[Any]] = agent_pb2.ModelShape
@@ -217,8 +217,8 @@ class Reporting:
     Parameters
     ----------
     source_sums
-        True to send one sum of source heat per report instead of one count per step, if the host also counts tokens by
-        slot.
+        True to send one sum of source heat per report instead of one count per step. It has no effect unless the host
+        also counts tokens by slot.
     one_in
         Report one in ``one_in`` blocks and drop the others.
     report_steps
@@ -292,7 +292,7 @@ class Welcome:
 
 
 class PlanState(enum.IntEnum):
-    """State of a plan, or of one of its layers, on one rank. The values are the ones in the wire format."""
+    """State of a plan, or of one of its layers, on one rank. The values are the same as in the wire format."""
 
     ACCEPTED = 1
     REFUSED = 2

@@ -54,7 +54,7 @@ class Security:
     Raises
     ------
     ValueError
-        If only one of ``tls_cert`` and ``tls_key`` is set, or both without ``tls_ca``.
+        If only one of ``tls_cert`` and ``tls_key`` is set, or if both are set but ``tls_ca`` is not.
     """
 
     tls_ca: Path | None = None

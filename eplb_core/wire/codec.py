@@ -107,7 +107,7 @@ def decode(kind: type[_Value], message: Any, sizes: Sizes | None = None, name: s
     message
         The message.
     sizes
-        Sizes of the deployment. A field that the message type does not have takes its value from them. If a decoded
+        Sizes of the deployment. They provide the values of fields that the message type does not have. If a decoded
         field has a ``sizes`` attribute, its sizes are added before the next field is decoded.
     name
         Name of the message in error messages; derived from its type by default.
@@ -148,7 +148,7 @@ class _Field:
     Parameters
     ----------
     name
-        Name of the field, or of a property, which is written but never read.
+        Name of the field, or of a property. Properties are written but never read.
     hint
         Type of the field with its annotations; ``None`` for a property.
     message
@@ -280,7 +280,7 @@ def _enum_member(kind: type[enum.Enum], value: int, field: str, _sizes: Sizes) -
 
 
 def _items(item: Check | None, values: Sequence[Any], field: str, sizes: Sizes) -> tuple[Any, ...]:
-    """Convert a list to a tuple. ``item`` reads each element; if it is ``None``, the elements stay unchanged."""
+    """Convert a list to a tuple. ``item`` reads each element; if ``item`` is ``None``, the elements are unchanged."""
     if item is None:
         return tuple(values)
     return tuple(item(value, f"{field}[{number}]", sizes) for number, value in enumerate(values))

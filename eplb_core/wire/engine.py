@@ -1,4 +1,4 @@
-"""Decisions of a service for a group whose engine moves the weights itself."""
+"""Decisions that a service makes for a group whose engine moves the weights itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_core.wire.fields import WireError, check_count
 from eplb_core.wire.generated import agent_pb2
 
 MAX_PARTS = 1024
-"""Maximum number of parts of a window."""
+"""Maximum number of parts in a window."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class DecideRequest:
         physical = self.phy2log_LP.shape[1]
         if physical % self.ranks or not 1 <= physical // self.ranks <= fields.MAX_SLOTS:
             raise WireError(
-                f"{field}.physical_to_logical has {physical} slots; expected a multiple of {self.ranks} ranks, with "
-                f"1 to {fields.MAX_SLOTS} slots per rank"
+                f"{field}.physical_to_logical has {physical} slots; expected the same number on each of {self.ranks} "
+                f"ranks, from 1 to {fields.MAX_SLOTS}"
             )
         if layers * max(experts, self.ranks) > fields.MAX_LAYER_ENTRIES:
             raise WireError(
@@ -101,7 +101,7 @@ def decode_decision(message: agent_pb2.DecideResponse, old_LP: npt.NDArray[np.in
     Raises
     ------
     WireError
-        If the placement's shape differs from the current one's, or does not serve every expert.
+        If the placement differs in shape from the current one, or does not serve every expert.
     """
     name = "the service's placement"
     new_LP = unpack(message.physical_to_logical, list(old_LP.shape), name)

@@ -46,11 +46,11 @@ _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class WireError(ValueError):
-    """Invalid message. The error message names the field and the expected value."""
+    """A message is invalid. The error text names the field and the expected value."""
 
 
 class ProtocolVersionError(WireError):
-    """Peer that uses a different version of the protocol."""
+    """The peer uses a different version of the protocol."""
 
 
 def check_count(value: int, field: str, limit: int, least: int = 0) -> int:

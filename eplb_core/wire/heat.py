@@ -99,7 +99,8 @@ class HeatReport:
         _counts("steps", "layers", "slots", summands=lambda sizes: sizes["ranks"] * sizes["slots"]),
     ]
     phase_T: Annotated[npt.NDArray[np.uint8], "step_phases", _phases]
-    # Without slot counts, a rank's load is a sum over all ranks and experts.
+    # If the host does not count the tokens of each slot, a rank's load is computed as a sum of these counts over all
+    # ranks and experts, hence ``summands``.
     source_counts_TLE: Annotated[
         Integers | None,
         _counts(

@@ -20,11 +20,11 @@ from eplb_core.wire.generated import operator_pb2, tensor_pb2
 MAX_PENDING_STEPS = 1 << 20
 """Maximum number of steps that one rank may be ahead of another."""
 MAX_WATCHED_ENTRIES = 1 << 23
-"""Maximum number of entries that all ranks' tables may have in a message to a watcher. Larger tables are not sent."""
+"""Maximum number of table entries, in total over all ranks, in a message to a watcher. Larger tables are not sent."""
 _MIN_SHOWN = -1e9
 """Lower bound on numbers shown to operators, such as milliseconds, tokens per second or seconds since 1970."""
 _MAX_SHOWN = float(1 << 36)
-"""Upper bound on these numbers."""
+"""Upper bound on numbers shown to operators."""
 
 register(MovePrice, operator_pb2.MovePrice)
 register(Worth, operator_pb2.Worth)
@@ -61,7 +61,7 @@ class PastPlan:
     verdicts
         Verdict on each layer.
     leader_term
-        Leader term of the service that decided.
+        Leader term of the service that made the decision.
     base_epoch
         Epoch of the layout that the plan changes.
     solve_seconds
@@ -147,7 +147,7 @@ class ServedModel:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, R, which the message carries outside the shape."""
+        """Number of ranks, R, which is a field of the message itself rather than of its shape."""
         return self.shape.ranks
 
     def check(self, field: str) -> None:

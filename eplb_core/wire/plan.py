@@ -151,7 +151,7 @@ class RankPlan:
 
 
 def table_digest(log2phy_E: Int32) -> int:
-    """Return the 63-bit digest of one rank's table of one layer."""
+    """Return the 63-bit digest of one rank's table for one layer."""
     return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
 
 

@@ -1,4 +1,4 @@
-"""Closed-loop evaluation of policies over a trace: each decides on one window and is scored on the steps after it."""
+"""Closed-loop evaluation of policies on a trace: each decision uses one window and is scored on the steps after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Entrant:
     by_step
         True if the host splits each step's tokens optimally over the replicas.
     stale
-        True if that split is solved on the counts of the step before.
+        True if that split is computed from the previous step's counts.
     """
 
     label: str
@@ -49,7 +49,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Heat that policies decide on and serve, with the numbers of ranks and slots.
+    """Heat for the decisions and for the steps after them, with the numbers of ranks and slots.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ OURS_BY_STEP = Entrant("ours, by step", OURS, {"options": {"split": "step"}}, by
 STALE = Entrant(
     "shares one step old (model)", OURS, {"options": {"policy": "deepseek"}}, by_step=True, stale=True
 )
-"""LPLB's class if the shares are solved on the counts of the step before, on the placements of DeepSeek's EPLB."""
+"""Model of a balancer like LPLB that computes shares from the previous step's counts, on DeepSeek's EPLB placements."""
 OWN = ("flashlb", "deepseek")
 """This project's policies that ``eplb bench`` compares by default."""
 
@@ -153,7 +153,7 @@ def entrants_of(contest: Contest, policies: Sequence[str] = OWN) -> list[Entrant
 
 
 def _by_step(contest: Contest) -> list[Entrant]:
-    """Return the policies that split tokens by step, or an empty list if LPLB's placements are not available."""
+    """Return the policies that split tokens per step, or an empty list if LPLB's placements are not available."""
     return [OURS_BY_STEP, LPLB] if LPLB.policy in contest.peers else []
 
 
@@ -173,7 +173,7 @@ def compare(
     """Run all entrants over the scenario, one after another, and return the document of ``eplb bench --json``.
 
     An entrant that fails is omitted and listed under ``failures``. Lists in the document have one entry per decision.
-    Means exclude the first decision, in which every policy places from scratch, unless it is the only one.
+    Means exclude the first decision, in which every policy places all experts from scratch, unless it is the only one.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def compare(
     taking_part
         Entrants to compare, in order.
     models
-        Further balancers by name. Each yields the PAR and the experts fetched for each decision.
+        Additional balancers, by name. Each yields the PAR and the experts fetched for each decision.
     """
     healthy = contest.warm_up(
         [entrant.policy for entrant in taking_part if entrant.policy != NONE],
@@ -207,7 +207,7 @@ def compare(
             (_modelled(name, model, scenario) for name, model in (models or {}).items()),
         )
     }
-    # The floor is only an estimate, so cap it at the lowest PAR realised with tables. Entrants that split by step are
+    # The floor is only an estimate, so cap it at the lowest PAR realised with tables. Entrants that split per step are
     # excluded, because they can go below the floor.
     table_labels = [entrant.label for entrant in taking_part if not entrant.by_step]
     table_pars = [policy["par_realised"] for label, policy in policies.items() if label in table_labels]
@@ -247,7 +247,7 @@ def _source(entrant: Entrant) -> str:
 def loops(
     contest: Contest, scenarios: Sequence[Scenario], taking_part: Sequence[Entrant]
 ) -> Iterator[dict[str, Any]]:
-    """Yield each entrant's result for each scenario. If the entrant fails, the combination is skipped."""
+    """Yield each entrant's result for each scenario. Combinations in which the entrant fails are skipped."""
     for scenario in scenarios:
         for entrant in taking_part:
             row = _loop(contest, scenario, entrant)
@@ -294,7 +294,7 @@ def _loop(contest: Contest, scenario: Scenario, entrant: Entrant) -> dict[str, A
 def _modelled(
     name: str, model: Callable[[Scenario], Iterator[tuple[float, int]]], scenario: Scenario
 ) -> dict[str, Any]:
-    """Run a model over a scenario and return its result, in the form of ``_loop``. Its times include the scoring."""
+    """Run a model over a scenario and return its result in the form that ``_loop`` uses. Times include the scoring."""
     realised, moves, cpu, wall = [], [], [], []
     outcomes = model(scenario)
     for _ in range(scenario.decisions):

@@ -160,7 +160,7 @@ class Contest:
 _WALL_PER_CPU = 20.0
 """Wall-clock seconds allowed per CPU second of the limit. Generous, because a busy machine slows every policy."""
 _IDLE_SECONDS = 15.0
-"""Seconds between measurements of a process's CPU time. A running process gets some, even on a busy machine."""
+"""Seconds between measurements of a process's CPU time. Even on a busy machine, a running process gets some."""
 _IDLE_FRACTION = 0.003
 """CPU use, as a fraction of one core, at or below which a process counts as blocked."""
 
@@ -211,13 +211,13 @@ class _Process:
     def why_ended(self, limit_seconds: float) -> str:
         """Return the reason why ``ask`` returned ``None``."""
         if self._is_idle and self._process.is_alive():
-            return f"is blocked: it has used almost no CPU for {_IDLE_SECONDS:g} s"
+            return f"its process is blocked: it has used almost no CPU for {_IDLE_SECONDS:g} s"
         self._process.join(_SECONDS_TO_END)
         code = self._process.exitcode
         if code is None:
-            return f"did not decide within {_WALL_PER_CPU * limit_seconds:g} s"
+            return f"it did not decide within {_WALL_PER_CPU * limit_seconds:g} s"
         if code == -signal.SIGPROF:
-            return f"took more than {limit_seconds:g} s of CPU time"
+            return f"it took more than {limit_seconds:g} s of CPU time"
         return f"its process exited with code {code}"
 
     def end(self) -> None:
@@ -262,21 +262,21 @@ def _serve_decisions(link: Connection) -> None:
 def why_not_served(decision: Decision, scene: Scene) -> str | None:
     """Return the reason why ranks cannot serve a decision, or ``None`` if they can.
 
-    A placement may hold an expert twice on the same rank.
+    A placement is allowed to hold an expert twice on the same rank.
     """
     try:
         placed_LRS = np.asarray(decision.placement_LRS)
     except ValueError:
-        return "returned a placement that is not an array"
+        return "it returned a placement that is not an array"
     if placed_LRS.shape != scene.placement_LRS.shape:
-        return f"returned a placement of shape {list(placed_LRS.shape)}, expected {list(scene.placement_LRS.shape)}"
+        return f"it returned a placement of shape {list(placed_LRS.shape)}, expected {list(scene.placement_LRS.shape)}"
     experts = scene.heat_TLE.shape[2]
     try:
         checked_foreign(placed_LRS, experts)
     except PlacementError as error:
-        return f"returned an invalid placement ({error})"
+        return f"it returned an invalid placement ({error})"
     if (placed_LRS < 0).any():
-        return "returned an invalid placement (it leaves slots empty)"
+        return "it returned an invalid placement, which leaves slots empty"
     return None
 
 
@@ -340,7 +340,7 @@ class _Ours:
         self._function = external_policy(external) if external else None
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide on one window. The measured time includes validating the heat."""
+        """Make the decision for one window. The measured time includes validating the heat."""
         if self._function is not None:
             return self._decide_externally(scene, self._function)
         settings, search = with_options(PlannerSettings(threads=1), self._options)

@@ -14,7 +14,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scene:
-    """Window and current layout that a policy decides on.
+    """Input of a decision: the window and the current layout.
 
     Parameters
     ----------
@@ -68,5 +68,5 @@ class Policy(Protocol):
     """A balancer. It may keep state between decisions."""
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide on one window."""
+        """Make the decision for one window."""
         ...

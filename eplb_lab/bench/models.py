@@ -1,7 +1,8 @@
-"""Models of newer classes of balancers, which no package on the index provides. They are written from descriptions.
+"""Models of newer classes of balancers. No package on the index provides such a balancer.
 
-They place the experts in order, once and for good, and use only the remaining slots for replicas. Their engines differ
-in details, so the figures show what a class can reach, not what an engine reaches.
+The models are implemented from published descriptions. They place the experts in order, permanently, and use only the
+remaining slots for replicas. The engines of these classes differ in details, so the figures show what a class can
+achieve, not what an engine achieves.
 
 References
 ----------
@@ -27,7 +28,7 @@ Outcome = Iterator[tuple[float, int]]
 
 
 def exact_refresh(scenario: Scenario) -> Outcome:
-    """Replicate experts anew in each layer of each step, by the exact counts of that step (UltraEP's class).
+    """Choose new replicas for each layer of each step from that step's exact counts, like UltraEP.
 
     All layers share the memory for replicas, so every replica is fetched again in each step.
     """
@@ -53,11 +54,11 @@ def refresh_steps(heat_TE: npt.NDArray[np.int64], home_ER: Bool, spare: int, loa
     heat_TE
         int64 ``[T, E]``, tokens of each step.
     home_ER
-        bool ``[E, R]``, True for the one rank that holds an expert for good.
+        bool ``[E, R]``, True for the one rank that always holds an expert.
     spare
         Slots for replicas on each rank.
     load_TR
-        float64 ``[T, R]``, output: tokens of each rank.
+        float64 ``[T, R]``, output: tokens of each rank after replication.
     """
     experts, ranks = home_ER.shape
     fetched = 0
@@ -79,10 +80,10 @@ def refresh_steps(heat_TE: npt.NDArray[np.int64], home_ER: Bool, spare: int, loa
 
 @kernel
 def _level(flow_ER: Float64, held_ER: Bool, free_R: npt.NDArray[np.int64], load_R: Float64) -> int:
-    """Lower the hottest rank's load in place, and return the number of replicas.
+    """Balance the ranks' loads in place, and return the number of replicas added.
 
-    The hottest rank passes on tokens of one of its experts to the rank that can accept most of them, until it has no
-    more than the mean. That rank needs a replica or a free slot.
+    Each iteration moves tokens of one expert from the hottest rank to a rank that holds a replica of the expert or has
+    a free slot. It picks the move with the most tokens for which neither rank's load crosses the mean.
     """
     experts, ranks = flow_ER.shape
     total = 0.0
@@ -121,9 +122,9 @@ def _level(flow_ER: Float64, held_ER: Bool, free_R: npt.NDArray[np.int64], load_
 
 
 def shared_pool(scenario: Scenario) -> Outcome:
-    """Share each rank's spare slots between the layers, according to the window's mean heat (vllm-ascend #16871).
+    """Share each rank's spare slots among the layers, according to the window's mean heat (vllm-ascend #16871).
 
-    The memory is that of the other policies, but a layer that gains more gets more slots.
+    The total memory is the same as for the other policies, but a layer that gains more gets more slots.
     """
     home_ER = _homes(scenario)
     layers = scenario.heat_TLE.shape[1]
@@ -144,17 +145,17 @@ def shared_pool(scenario: Scenario) -> Outcome:
 def pooled(heat_LE: Float64, home_ER: Bool, slots: int) -> Bool:
     """Return the ranks that hold each expert of each layer, bool ``[L, E, R]``.
 
-    Replicas are added one by one, each where it lowers the load of a layer's hottest rank most. An expert's tokens are
-    split evenly over its replicas.
+    Replicas are added one by one. Each is the one that most reduces the load of a layer's hottest rank. An expert's
+    tokens are split evenly over its replicas.
 
     Parameters
     ----------
     heat_LE
         float64 ``[L, E]``, mean tokens per step.
     home_ER
-        bool ``[E, R]``, True if a rank holds an expert for good.
+        bool ``[E, R]``, True for the one rank that always holds an expert.
     slots
-        Slots for replicas on each rank, for all layers together.
+        Number of slots for replicas on each rank, shared by all layers.
 
     Examples
     --------
@@ -177,7 +178,7 @@ def pooled(heat_LE: Float64, home_ER: Bool, slots: int) -> Bool:
         if free_R[rank] > 0:
             held_LER[layer, expert, rank] = True
             free_R[rank] -= 1
-        # A rank that has become full invalidates the layer's choice, which is then made again.
+        # If another layer has filled the chosen rank, no replica is added and this layer only chooses again.
         best_of_layer[layer] = _best_replica(heat_LE[layer], held_LER[layer], free_R)
 
 
@@ -197,7 +198,7 @@ def _best_replica(heat_E: Float64, held_ER: Bool, free_R: npt.NDArray[np.int64])
 
 
 def _homes(scenario: Scenario) -> Bool:
-    """Return the ranks that hold each expert for good, bool ``[E, R]``: one each, in order."""
+    """Return, for each expert, the one rank that always holds it, bool ``[E, R]``. Experts are placed in order."""
     experts = scenario.heat_TLE.shape[2]
     placed_RS: Int32 = Placement.linear(
         1, experts, scenario.ranks, -(-experts // scenario.ranks)

@@ -47,7 +47,7 @@ def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64
 def whole_loads(heat_TE: npt.NDArray[np.generic], share_ER: Float64) -> Float64:
     """Sample the number of tokens of one layer that each rank receives in each step, float64 ``[T, R]``.
 
-    The sample is deterministic: equal arguments give equal tokens.
+    The sample is deterministic: the same arguments give the same tokens.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def whole_loads(heat_TE: npt.NDArray[np.generic], share_ER: Float64) -> Float64:
         whole_TX = np.floor(heat_TE[:, split_E])
         generator = np.random.default_rng(0)
         loads_TR += generator.multinomial(whole_TX.astype(np.int64), odds_XR).sum(axis=1)
-        # Only averaged heat has fractional tokens. They are split in expectation.
+        # Only averaged heat has fractional tokens. Divide them according to the expected fractions.
         loads_TR += (heat_TE[:, split_E] - whole_TX) @ odds_XR
     return loads_TR
 
@@ -93,7 +93,7 @@ def stepwise_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Flo
 def stale_par(
     heat_TLE: npt.NDArray[np.generic], before_LE: npt.NDArray[np.generic], placement_LRS: Int32
 ) -> Float64:
-    """Return the mean PAR per layer if each step's tokens follow the split that was optimal for the step before.
+    """Return the mean PAR per layer if each step's tokens follow the split that was optimal for the previous step.
 
     This is LPLB's program, solved on the counts of the previous step, so that no rank waits for the current ones.
     Tokens follow the shares exactly. An expert without tokens in the previous step is split evenly.
@@ -103,13 +103,14 @@ def stale_par(
     heat_TLE
         ``[T, L, E]``, tokens per step, layer and expert.
     before_LE
-        ``[L, E]``, tokens of the step before the first one.
+        ``[L, E]``, tokens in the step before the first one.
     placement_LRS
         int32 ``[L, R, S]``, logical expert of each slot.
 
     Examples
     --------
-    Both ranks hold expert 0. Its tokens all went to rank 1, because expert 1 kept rank 0 busy, which now has none:
+    Both ranks hold expert 0. In the previous step, expert 1 kept rank 0 busy, so the optimal split sent all tokens of
+    expert 0 to rank 1. This split still applies, although expert 1 now has no tokens:
 
     >>> heat_TLE = np.array([[[10, 0]]])
     >>> stale_par(heat_TLE, np.array([[10, 10]]), np.array([[[0, 1], [0, 0]]], dtype=np.int32))
@@ -153,7 +154,7 @@ def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
 def realised_par(
     heat_TLE: npt.NDArray[np.generic], slots: int, tables_RLE: Int32, mix_RLE: Float64 | None = None
 ) -> Float64:
-    """Return the mean PAR per layer when tokens are dispatched by tables, float64 ``[L]``.
+    """Return the mean PAR per layer if tokens are dispatched according to tables, float64 ``[L]``.
 
     Tokens are whole: each token's source rank is sampled.
 

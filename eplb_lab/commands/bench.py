@@ -39,8 +39,8 @@ class PeerOptions:
 
     peers: str = option(
         "vllm,vllm-ascend,sglang,models",
-        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang; and models of "
-        "newer classes of balancers. Use none to compare only our policies.",
+        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Add models to "
+        "include models of newer classes of balancers. Use none to compare only our policies.",
         metavar=SEVERAL,
     )
     fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached.")
@@ -72,7 +72,7 @@ class PeerOptions:
 
     @property
     def with_models(self) -> bool:
-        """True if the models of newer classes take part."""
+        """True if the models of newer classes of balancers are included."""
         return "models" in self._names
 
     @property
@@ -109,7 +109,7 @@ def bench(
 
     Every policy decides on the same windows of heat, in its own process and on one thread. Independent code scores each
     decision on the steps that follow. The peers run from the published sources of their packages, which are downloaded
-    once and need torch. Our policies dispatch tokens by their own tables, and the peers by the engines' rule.
+    once and need torch. Our policies dispatch tokens with their own tables, and the peers with the engines' rule.
     """
     balancers = peers.balancers()
     policies = policies_of(policy)
@@ -200,8 +200,8 @@ def _print(document: Mapping[str, Any]) -> None:
     )
     if any(row["label"] in MODELS for row in rows):
         console.print(
-            "Models are written from descriptions, and their times include the scoring. exact refresh: UltraEP's "
-            "class, replicas for each layer of each step by its exact counts, all fetched again; shares one step old: "
-            "LPLB's class, the program solved on the step before; shared pool: spare slots shared by the layers, as in "
-            "vllm-ascend #16871."
+            "Models are implemented from published descriptions, and their times include the scoring. exact refresh "
+            "(like UltraEP) chooses replicas for each layer of each step from that step's exact counts, and fetches "
+            "them all again. shares one step old (like LPLB) solves the linear program on the previous step's "
+            "counts. shared pool lets the layers share the spare slots, as in vllm-ascend #16871."
         )

@@ -52,7 +52,7 @@ class _Workload(NamedTuple):
 class WorkloadOptions:
     """Options that select the model or trace to serve."""
 
-    SECTION: ClassVar[str] = "What the ranks serve"
+    SECTION: ClassVar[str] = "Workload"
 
     trace: Path | None = option(
         None, "Serve the heat of this trace (any format) instead of the embedded model."
@@ -68,8 +68,8 @@ class WorkloadOptions:
     quant: str = option("none", f"Quantisation of the model's experts: {', '.join(_QUANTIZATIONS)}.")
     tensor_parallel: int = option(
         1,
-        "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. Only with "
-        "a model.",
+        "Number of consecutive ranks that serve the same requests. Each dispatches a share of their tokens. "
+        "Requires a model.",
         min=1,
     )
     dual_batch: bool = option(False, "Run every step of the model in two micro-batches.", "--dual-batch")
@@ -134,7 +134,7 @@ def demo(
         "Split of an expert's tokens over its replicas: tables (one replica per source rank), deal (several in turn), "
         "or step (according to each step's counts).",
     ),
-    address: str | None = option(None, "Address (host:port) of a running service; by default its own."),
+    address: str | None = option(None, "Address (host:port) of a running service; default: start one."),
     deployment: str = option("demo", "Name of the deployment."),
     seed: int = option(0, "Seed for the requests or tokens, and for the solver.", min=0),
     json: Path | None = option(None, "Write the summary to this .json file.", section=RESULTS),
@@ -142,10 +142,10 @@ def demo(
 ) -> None:
     """Serve a Mixture-of-Experts model on live expert-parallel ranks, let the service balance it, and check the result.
 
-    The embedded model answers requests of changing domains. A second, unbalanced instance of the model runs every step
-    too. Both must generate the same bytes, and their rank loads are compared step by step. Ranks emulate devices whose
-    time follows a cost curve, so a step takes as long as its hottest rank. Exits with 1 if outputs differ or no layer
-    was switched.
+    The embedded model answers requests from changing domains. A second, unbalanced instance of the model also runs
+    every step. Both must generate the same bytes, and their rank loads are compared step by step. Ranks emulate devices
+    whose time follows a cost curve, so a step takes as long as its hottest rank. Exits with 1 if outputs differ or no
+    layer was switched.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(

@@ -22,7 +22,7 @@ from eplb_lab.conformance.scenarios import SCENARIOS, Load, Scenario
 _DESCRIPTION = """
 Make an engine's EPLB move experts, and check that the engine's answers do not change. Deliberate faults, such as a
 weight that is left behind, must be detected. Exits with 1 if answers differ, if a fault is not detected or if no
-experts moved, and with 2 if an option is wrong.
+experts moved, and with 2 if an option is invalid.
 """
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         scenarios = _scenarios(options.scenarios)
         with ExitStack() as stack:
-            # The engines' log and orders are kept if the user names a folder.
+            # The engines' logs and orders are kept if the user passes --folder.
             kept = options.folder or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="eplb-conformance-")
             )
@@ -70,19 +70,19 @@ def _parser() -> argparse.ArgumentParser:
         help="vllm, sglang, or MODULE:FUNCTION, which starts an engine (see engine.py)",
     )
     add("--python", default=sys.executable, help="interpreter of the engine's environment")
-    add("--model", help="path of a MoE model; default: a small random Qwen3-MoE, written with transformers")
+    add("--model", help="path of an MoE model; default: a small random Qwen3-MoE, written with transformers")
     add("--ranks", type=_positive, default=2, help="tensor- and expert-parallel ranks (2)")
     add("--redundant", type=int, help="redundant slots; default: at least two per rank")
     add("--scenarios", default="all", help=f"{','.join(scenario.name for scenario in SCENARIOS)}, or all")
-    add("--quantisation", default="fp8", help="the engine's name of the quantisation of experts (fp8)")
+    add("--quantisation", default="fp8", help="the engine's name for the expert quantisation (fp8)")
     add(
         "--engine-options",
         type=_object,
         default={},
         metavar="JSON",
-        help="further arguments of LLM or Engine",
+        help="additional arguments for LLM or Engine",
     )
-    add("--plugin-path", type=Path, action="append", default=[], metavar="DIR", help="put DIR on PYTHONPATH")
+    add("--plugin-path", type=Path, action="append", default=[], metavar="DIR", help="add DIR to PYTHONPATH")
     add("--requests", type=_positive, default=8, help="concurrent requests (8)")
     add("--tokens", type=_positive, default=32, help="tokens per answer (32)")
     add("--moves", type=_positive, default=16, help="maximum placements per scenario (16)")
@@ -91,13 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "--rounding",
         type=float,
         default=1e-4,
-        help="log-probabilities may differ by this (1e-4, for float32)",
+        help="maximum difference in log-probability of an equal token (1e-4, for float32)",
     )
-    add("--ties", type=float, default=1e-3, help="share of tokens that may differ by more (0.001)")
-    add("--largest-tie", type=float, default=0.02, help="by at most this (0.02)")
-    add("--seed", type=int, default=0, help="seed of prompts and random placements (0)")
+    add("--ties", type=float, default=1e-3, help="maximum share of tokens that differ by more (0.001)")
+    add("--largest-tie", type=float, default=0.02, help="maximum difference for these tokens (0.02)")
+    add("--seed", type=int, default=0, help="seed for prompts and random placements (0)")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    add("--folder", type=Path, help="keep the engines' logs in this new folder")
+    add("--folder", type=Path, help="keep the engines' logs and orders in this new folder")
     return parser
 
 
@@ -121,7 +121,9 @@ def _scenarios(names: str) -> list[Scenario]:
         list(by_name) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
     )
     if unknown := [name for name in selected if name not in by_name]:
-        raise ValueError(f"--scenarios: there is no {', '.join(unknown)}; choose from {', '.join(by_name)}")
+        raise ValueError(
+            f"--scenarios contains unknown names ({', '.join(unknown)}); choose from {', '.join(by_name)}"
+        )
     return [by_name[name] for name in selected]
 
 
@@ -141,7 +143,7 @@ def _engine(options: argparse.Namespace, folder: Path) -> tuple[Start, int]:
         raise ValueError(f"--python {options.python} is not an executable; pass the engine's interpreter")
     process = Options(
         options.engine,
-        # A virtual environment's interpreter is a link that must not be resolved.
+        # Do not resolve links: a virtual environment's interpreter is a link, and its location selects the environment.
         Path(python).absolute(),
         "",
         options.ranks,
@@ -159,7 +161,7 @@ def _engine(options: argparse.Namespace, folder: Path) -> tuple[Start, int]:
         redundant = 2 * options.ranks + -experts % options.ranks
     if redundant < 0 or (experts + redundant) % options.ranks:
         raise ValueError(
-            f"--redundant {redundant}: {experts} experts and the redundant slots must be a multiple of "
+            f"--redundant {redundant}: {experts} experts plus the redundant slots must be a multiple of "
             f"--ranks {options.ranks}"
         )
     settings = vars(process) | {"model": model, "redundant": redundant}
@@ -167,7 +169,7 @@ def _engine(options: argparse.Namespace, folder: Path) -> tuple[Start, int]:
 
 
 def _sizes(model: str) -> tuple[int, int]:
-    """Return the vocabulary and the number of experts in a model's configuration."""
+    """Return the vocabulary size and the number of experts from a model's configuration."""
     path = Path(model) / "config.json"
     if not path.is_file():
         raise ValueError(f"--model {model} has no config.json; pass the folder of a downloaded model")
@@ -176,7 +178,9 @@ def _sizes(model: str) -> tuple[int, int]:
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     experts = next((int(config[name]) for name in names if config.get(name)), None)
     if experts is None or "vocab_size" not in config:
-        raise ValueError(f"{path} has no number of experts or no vocab_size; pass a MoE model")
+        raise ValueError(
+            f"{path} does not specify both a number of experts and vocab_size; pass an MoE model"
+        )
     return int(config["vocab_size"]), experts
 
 

@@ -1,4 +1,4 @@
-"""Comparison of an engine's answers with its answers without moves."""
+"""Comparison of the answers that an engine gives with and without moves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Tolerance:
     Parameters
     ----------
     rounding
-        Largest difference of log-probabilities. A moved expert changes the summation order of its outputs.
+        Largest difference between log-probabilities. A moved expert changes the summation order of its outputs.
     ties
         Largest share of tokens that may differ by more, up to ``largest_tie``. If two router scores are nearly equal,
         rounding can change a token's experts.
     largest_tie
-        Largest difference of log-probabilities at a tie.
+        Largest difference between log-probabilities at a tie.
     """
 
     rounding: float = 1e-4
@@ -37,7 +37,7 @@ class Comparison:
     tokens
         Number of compared tokens.
     largest
-        Largest difference of log-probabilities of equal tokens.
+        Largest difference between the log-probabilities of equal tokens.
     ties
         Number of differences that count as ties.
     difference

@@ -14,7 +14,7 @@ Placement: TypeAlias = npt.NDArray[np.int64]
 
 
 class EngineError(Exception):
-    """The engine failed, or cannot run a scenario. The message gives the reason."""
+    """Raised if the engine fails or cannot run a scenario. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setup:
-    """Options of a scenario for the start of an engine.
+    """Options with which a scenario starts an engine.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Engine(Protocol):
         """Answer all prompts concurrently, with greedy sampling and without a prefix cache."""
 
     def sleep_and_wake(self) -> None:
-        """Offload the weights, then bring them back."""
+        """Offload the weights, then restore them."""
 
     def reload(self) -> None:
         """Load the weights from the checkpoint again."""
@@ -74,4 +74,4 @@ class Engine(Protocol):
 
 
 Start: TypeAlias = Callable[[Setup], Engine]
-"""Starts an engine. Raises ``EngineError`` if it does not start."""
+"""Function that starts an engine. Raises ``EngineError`` if the engine does not start."""

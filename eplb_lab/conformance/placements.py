@@ -42,7 +42,7 @@ def swap_rounds(slots: int) -> list[list[tuple[int, int]]]:
 
 
 def swapped(placement_LP: Placement, number: int) -> Placement:
-    """Exchange the experts of all pairs in one round of ``swap_rounds``. Each layer uses another round."""
+    """Exchange the experts of all pairs in one round of ``swap_rounds``. Each layer uses a different round."""
     rounds = swap_rounds(placement_LP.shape[1])
     out: Placement = placement_LP.copy()
     for layer, row in enumerate(out):

@@ -1,4 +1,4 @@
-"""Drives vLLM or SGLang in a process with the engine's own interpreter."""
+"""Drive vLLM or SGLang in a process that runs the engine's own interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENTRY_POINTS = {
     "vllm": ("vllm.general_plugins", "eplb_lab.conformance.inside.vllm_plugin:register"),
     "sglang": ("sglang.srt.plugins", "eplb_lab.conformance.inside.sglang_plugin:register"),
 }
-"""Group and target of the kit's plugin for each engine."""
+"""Entry-point group and target of the kit's plugin, by engine."""
 _PACKAGE = Path(__file__).parents[1]
 _CAUSE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)(?:: .+|$)")
 _WRAPPERS = ("initialization failed", "py-spy", "EngineDeadError", "See root cause", "SystemExit")
@@ -38,7 +38,7 @@ _SETTLING_PROMPT = [[7, 5, 3]]
 
 @dataclass(frozen=True)
 class Options:
-    """Options for the start of engines of one kind.
+    """Options for starting engines of one kind.
 
     Parameters
     ----------
@@ -55,15 +55,15 @@ class Options:
     requests
         Maximum number of concurrent requests.
     quantisation
-        Engine's name of the quantisation for the scenario with quantised experts.
+        Engine's name for the quantisation in the scenario with quantised experts.
     interval
         Steps between rearrangements.
     arguments
-        Further arguments of the engine's class.
+        Additional arguments for the engine's class.
     plugin_paths
-        Folders to put in front of ``PYTHONPATH``.
+        Folders to prepend to ``PYTHONPATH``.
     seconds
-        Time limit of each call.
+        Time limit for each call.
     """
 
     engine: str
@@ -80,7 +80,7 @@ class Options:
 
 
 def make_site(folder: Path, engine: str) -> Path:
-    """Make a folder for ``PYTHONPATH`` with this package and the entry point of the kit's plugin, and nothing else."""
+    """Create a folder for ``PYTHONPATH`` that contains only this package and the entry point of the kit's plugin."""
     site = folder / "site"
     metadata = site / "eplb_conformance-0.dist-info"
     metadata.mkdir(parents=True)
@@ -99,7 +99,7 @@ def search_path(site: Path, options: Options) -> str:
 
 
 def cause_in(log: str) -> str:
-    r"""Return the last error in a log that is not a wrapper of another error, or the log's last line.
+    r"""Return the last error in a log that does not wrap another error, or the log's last line.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def cause_in(log: str) -> str:
 
 
 class ProcessEngine:
-    """One engine in a process, with its log and its orders in a folder.
+    """An engine in its own process. Its log and its orders are in one folder.
 
     Parameters
     ----------
@@ -122,9 +122,9 @@ class ProcessEngine:
     setup
         Options of the scenario.
     folder
-        New folder.
+        Folder to create.
     site
-        Folder of ``make_site``.
+        Folder that ``make_site`` has created.
 
     Raises
     ------
@@ -194,7 +194,7 @@ class ProcessEngine:
         return int(self._state()["adopted"])
 
     def settle(self) -> None:
-        """Serve until the engine has adopted all ordered placements."""
+        """Serve throwaway requests until the engine has adopted all ordered placements."""
         self._wait_for(self._last_order)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
@@ -203,7 +203,7 @@ class ProcessEngine:
         return [Answer(tuple(ids), tuple(logprobs)) for ids, logprobs in answers]
 
     def sleep_and_wake(self) -> None:
-        """Offload the weights, then bring them back."""
+        """Offload the weights, then restore them."""
         self._call("sleep_and_wake")
 
     def reload(self) -> None:
@@ -217,7 +217,7 @@ class ProcessEngine:
                 self._call("close", limit=_STOP_SECONDS)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_SECONDS)
-        # The host is the leader of a session of its workers.
+        # The host leads its own session, which also contains its workers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -303,12 +303,12 @@ def starter(options: Options, folder: Path) -> Any:
 
 
 def write_tiny_model(options: Options, folder: Path) -> Path:
-    """Write a small checkpoint with the transformers of the engine's environment, and return its folder.
+    """Write a small checkpoint with the ``transformers`` of the engine's environment, and return its folder.
 
     Raises
     ------
     EngineError
-        If the environment cannot write it.
+        If the checkpoint cannot be written in that environment.
     """
     site = make_site(folder / "writer", options.engine)
     model = folder / "model"

@@ -1,4 +1,4 @@
-"""Runs scenarios and controls, and compares answers with and without moves."""
+"""Run scenarios and controls, and compare answers with and without moves."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Outcome:
     Parameters
     ----------
     name
-        Name of the scenario, or ``control: `` and the fault.
+        Name of the scenario, or ``control: `` followed by the fault.
     verdict
         ``not possible`` if the engine cannot run the scenario even without moves, ``failed`` if only the moves make it
         fail.
     moves
         Number of placements that the engine adopted.
     experts
-        Number of slots that the orders gave another expert.
+        Number of slots to which the orders assigned a different expert.
     tokens
         Number of compared tokens.
     largest
-        Largest difference of log-probabilities of equal tokens.
+        Largest difference between the log-probabilities of equal tokens.
     ties
         Number of tokens that differ by more than rounding but count as ties.
     detail
@@ -79,7 +79,7 @@ def run(
     name
         Name of the engine in the report.
     start
-        Starts an engine.
+        Function that starts an engine.
     load
         Requests to serve.
     tolerance
@@ -87,7 +87,7 @@ def run(
     scenarios
         Scenarios to run, in this order.
     progress
-        Called with each outcome.
+        Callback that receives each outcome.
     """
     kit = _Run(start, load, tolerance)
     outcomes = []
@@ -159,7 +159,7 @@ class _Run:
             self._shared = self._shared or self._start(scenario.setup)
             outcome = self._compared(scenario, self._play(scenario, self._shared, moving=True))
             if outcome.verdict != "equal":
-                # Its weights may be wrong, so the next scenario must start another engine.
+                # The engine's weights may be wrong, so the next scenario must start a new engine.
                 self._close_shared()
             return outcome
         except EngineError as error:
@@ -174,7 +174,9 @@ class _Run:
         except EngineError as error:
             return Outcome(name, "failed", detail=str(error))
         if outcome.verdict == "equal":
-            return replace(outcome, name=name, verdict="not detected", detail="the answers do not show it")
+            return replace(
+                outcome, name=name, verdict="not detected", detail="answers do not reveal the fault"
+            )
         return replace(outcome, name=name, verdict="detected")
 
     def _play(self, scenario: Scenario, engine: Engine, *, moving: bool) -> Session:
@@ -197,7 +199,7 @@ class _Run:
 
     @contextmanager
     def _engine(self, setup: Setup) -> Iterator[Engine]:
-        # Two engines at the same time would not fit into most devices.
+        # Most devices do not have enough memory for two engines at the same time.
         self._close_shared()
         engine = self._start(setup)
         try:

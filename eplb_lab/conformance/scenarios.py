@@ -15,7 +15,7 @@ _RANDOM = 4
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of each round, and limits.
+    """Requests in each round, and limits.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Load:
     moves
         Maximum number of placements that a scenario orders.
     seed
-        Seed of prompts and random placements.
+        Seed for prompts and random placements.
     """
 
     vocabulary: int
@@ -38,7 +38,7 @@ class Load:
     seed: int = 0
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Return the prompts of a round. Each prompt draws its tokens from another part of the vocabulary."""
+        """Return the prompts of a round. Each prompt draws its tokens from a different part of the vocabulary."""
         draw = random.Random(f"{self.seed}-{turn}")  # noqa: S311 - prompts are no secrets
         part = max(1, self.vocabulary // 8)
         prompts = []
@@ -59,7 +59,7 @@ class Session:
     load
         Requests of each round.
     moving
-        False to leave out the moves.
+        False to skip the moves.
     """
 
     def __init__(self, engine: Engine, load: Load, moving: bool) -> None:
@@ -67,7 +67,7 @@ class Session:
         self.load = load
         self.answers: list[Answer] = []
         self.experts = 0
-        """Number of slots that received another expert."""
+        """Number of slots that received a different expert."""
         self.moves = 0
         """Number of placements that the engine adopted."""
         self._moving = moving
@@ -79,7 +79,7 @@ class Session:
         self.answers += self.engine.generate(prompts, self.load.tokens)
 
     def move(self, change: Callable[[Placement], Placement]) -> None:
-        """Order the current placement with a change, and wait until the engine has adopted it."""
+        """Order a changed version of the current placement, and wait until the engine has adopted it."""
         if self._moving:
             self._order([change(self.engine.placement())])
             self.engine.settle()
@@ -88,8 +88,8 @@ class Session:
     def serve_while_moving(self, count: int, change: Callable[[Placement], Placement]) -> None:
         """Answer the next round's prompts while the engine adopts up to ``count`` placements.
 
-        Each placement is a change of the previous one. Raise ``EngineError`` if the engine adopts no placement
-        meanwhile.
+        ``change`` turns each placement into the next one. Raises ``EngineError`` if the engine adopts no placement
+        while it answers.
         """
         before = self.engine.adopted()
         if self._moving:
@@ -120,11 +120,11 @@ class Scenario:
     name
         Name on the command line and in reports.
     play
-        Serves and moves.
+        Function that serves requests and moves experts.
     setup
-        How the engine starts.
+        Options for the start of the engine.
     own_engine
-        True if the scenario leaves an engine in another state than before. Then it has two engines for itself, one
+        True if the scenario changes the state of its engine. It then uses two engines that no other scenario uses, one
         with and one without moves.
     """
 
@@ -141,7 +141,7 @@ def _no_moves(session: Session) -> None:
 
 
 def _rotate(session: Session) -> None:
-    """Move every expert of every layer by one slot, until each has been in every slot."""
+    """Repeatedly move every expert of every layer by one slot, until each has been in every slot."""
     for _ in range(min(session.engine.placement().shape[1], session.load.moves)):
         session.move(rotated)
         session.serve()
@@ -156,7 +156,7 @@ def _swap(session: Session) -> None:
 
 
 def _random(session: Session) -> None:
-    """Adopt random placements with other replica counts."""
+    """Adopt random placements with different replica counts."""
     count = min(_RANDOM, session.load.moves)
     for placement in random_placements(session.engine.placement(), count, session.load.seed):
         session.move(lambda _, placement=placement: placement)  # type: ignore[misc]
@@ -164,13 +164,13 @@ def _random(session: Session) -> None:
 
 
 def _under_load(session: Session) -> None:
-    """Rotate at each of the engine's rearrangements while it serves."""
+    """Rotate the experts at each of the engine's rearrangements while it serves requests."""
     session.serve_while_moving(session.load.moves, rotated)
     session.serve_while_moving(session.load.moves, rotated)
 
 
 def _sleep(session: Session) -> None:
-    """Move, sleep, serve, move again and serve."""
+    """Move experts, sleep, serve, move experts again and serve."""
     session.move(rotated)
     session.serve()
     session.engine.sleep_and_wake()
@@ -180,7 +180,7 @@ def _sleep(session: Session) -> None:
 
 
 def _reload(session: Session) -> None:
-    """Move, reload, serve, move again and serve."""
+    """Move experts, reload the weights, serve, move experts again and serve."""
     session.move(rotated)
     session.serve()
     session.engine.reload()
@@ -190,7 +190,7 @@ def _reload(session: Session) -> None:
 
 
 def _quantised(session: Session) -> None:
-    """Rotate, then adopt random placements."""
+    """Rotate the experts, then adopt random placements."""
     for _ in range(min(_RANDOM, session.load.moves)):
         session.move(rotated)
         session.serve()
@@ -217,5 +217,5 @@ CONTROLS = (
 )
 """Faults that must be detected, and the scenario that must detect each.
 
-``last-weight`` is a scale if experts are quantised.
+If experts are quantised, the tensor that ``last-weight`` leaves behind is a scale.
 """

@@ -51,7 +51,7 @@ def rank_reports(program: str, task: Path, ranks: int) -> Generator[dict[str, An
                     last_lines = (
                         _stderr_file(task, rank).read_text().strip().splitlines()[-_SHOWN_STDERR_LINES:]
                     )
-                    reason = " | ".join(last_lines) or "nothing on stderr"
+                    reason = " | ".join(last_lines) or "no output on stderr"
                     raise RankDiedError(f"rank {rank} exited with code {process.returncode}: {reason}")
     finally:
         for process in processes:

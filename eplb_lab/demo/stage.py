@@ -220,8 +220,8 @@ def device_text() -> str:
     """Return a line that explains the emulated step times."""
     return (
         f"emulated: each rank stands for an {DEVICE_NAME} with DeepSeek-V3's {DEVICE_LAYERS} MoE layers, and each "
-        f"token stands for {DEVICE_TOKENS} tokens; according to a cost curve, a step takes as long as the experts of "
-        "its hottest rank"
+        f"token stands for {DEVICE_TOKENS} tokens; a step takes as long as the experts of its hottest rank, according "
+        "to a cost curve"
     )
 
 

@@ -27,7 +27,7 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
     figures = {
         "par_static": board.par("still", scored_from),
         "par_balanced": board.par("live", scored_from),
-        # Splitting by step balances the sampled tokens themselves, so sampling leaves no imbalance.
+        # A stepwise split balances the sampled tokens themselves, so sampling leaves no imbalance.
         "par_noise_floor": 1.0 if stage.split == "step" else float(mean_par(floor_L)),
         "scored_from_step": scored_from,
         "layers_switched": board.layers_switched,
@@ -81,7 +81,7 @@ def complaint(board: Scoreboard, stage: Stage) -> str | None:
     if board.halted is not None:
         return f"a rank stopped balancing: {board.halted}"
     if board.layers_switched == 0 and stage.dispatcher != _MOGE:
-        return "no layer was switched; increase --steps, or use a trace with less even heat"
+        return "no layer was switched; increase --steps, or use a trace with more uneven heat"
     return None
 
 

@@ -2,7 +2,7 @@
 
 The guarantees are:
 
-- At every step, all ranks serve the same placement.
+- At every step, all ranks use the same placement.
 - All ranks commit a layer at the same step. Its experts were staged by the layer's own transfer, and every rank was
   ready in the vote that committed it.
 - Heat is reported under the placement under which it was counted.
@@ -181,8 +181,8 @@ def _different_records(ranks: Sequence[_RankHistory]) -> Iterator[str]:
         for line in history.lines:
             # If a rank missed the outcome of a vote that did not commit, its line does not contain the outcome.
             if line["kind"] == "vote" and (line["heard"] or line["decision"] == "COMMIT"):
-                # A rank that missed a call counts the vote at a later step than its peers, so compare steps only for
-                # commits.
+                # If a rank's host missed a call, the rank counts the vote at a later step than its peers. Therefore,
+                # compare steps only for commits.
                 step = f" at step {line['step']}" if line["decision"] == "COMMIT" else ""
                 name = f"vote {line['number']}"
                 record = line["decision"] + step
@@ -264,7 +264,7 @@ def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
             yield f"{label} was reported again: steps up to {reported_until - 1} had already been reported"
         reported_until = end
         if any(first < step < end for step, _ in changes):
-            yield f"{label} spans a switch"
+            yield f"{label} spans a commit"
         current_epochs = next(epochs for step, epochs in reversed(changes) if step <= first)
         if heat["layer_epochs"] != current_epochs:
             yield f"{label} was reported under {heat['layer_epochs']}, but counted under {current_epochs}"
@@ -285,7 +285,7 @@ def main() -> None:
         summary = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
         print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {summary}")
     for violation in broken_promises:
-        print(f"BROKEN {violation}")
+        print(f"violation: {violation}")
     print(
         "all guarantees hold" if not broken_promises else f"{len(broken_promises)} guarantees were violated"
     )

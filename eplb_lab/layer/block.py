@@ -83,7 +83,7 @@ class MoEBlock(torch.nn.Module):
         length
             Common length that ranks pad their tokens to; see ``ExpertParallelMoE.forward``.
         profile
-            Use balanced choices instead of the router's, and record no heat.
+            True to use balanced choices instead of the router's, and to record no heat.
         """
         layer = self.layer
         hidden_TH = hidden.flatten(0, -2)

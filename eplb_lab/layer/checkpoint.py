@@ -35,8 +35,8 @@ class ExpertLoader:
     projections
         Names of the gate, up and down projections.
     tp_rank
-        Index of the tensor-parallel rank, which loads its shard: some of the rows of w1 and w3 and of the columns of
-        w2.
+        Index of the tensor-parallel rank, which loads its shard: a share of the rows of w1 and w3, and of the columns
+        of w2.
     tp_size
         Number of tensor-parallel ranks that share an expert.
 

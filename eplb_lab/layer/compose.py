@@ -107,7 +107,7 @@ class LayerOptions:
     """Options that change the parts of a layer."""
 
     tp_group: RankGroup | None = None
-    """Tensor-parallel ranks. They are given the same tokens, and each dispatches a share of them."""
+    """Tensor-parallel ranks. They receive the same tokens, and each dispatches a share of them."""
 
     dp_groups: Sequence[RankGroup] = ()
     """Groups over which all-gather and MoGE gather tokens, in this order; by default one group of all ranks.
@@ -171,14 +171,14 @@ class LayerGroups(NamedTuple):
     def of(
         cls, ep: dist.ProcessGroup | RankGroup | None, mc2: dist.ProcessGroup | RankGroup | None
     ) -> LayerGroups:
-        """Wrap a layer's process groups. Without ``mc2``, MC2 communicates over ``ep``."""
+        """Wrap a layer's process groups. If ``mc2`` is ``None``, MC2 communicates over ``ep``."""
         group = RankGroup.of(ep)
         return cls(group, group if mc2 is None else RankGroup.of(mc2))
 
 
 @dataclass(frozen=True)
 class LayerPath:
-    """The parts that process a step's tokens. A layer has one path per dispatcher."""
+    """One path through a layer: the parts that process a step's tokens with one dispatcher."""
 
     preparation: Preparation
     kernel: ModularKernel

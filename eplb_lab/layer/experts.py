@@ -80,7 +80,7 @@ class BatchedExperts:
         self._activation = activation
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, _dtype: torch.dtype) -> torch.Tensor:
-        """Compute all slots at once, with one batched product per projection.
+        """Compute all slots at once, with one batched matmul per projection.
 
         The rows already have the data type of the outputs.
         """

@@ -28,8 +28,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
 
     On each call, the layer reads its layout from the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and
     ``expert_map``. A caller may write a new layout into them in place, on all ranks between the same two steps, without
-    changing the outputs. If tokens are split by step, the caller must also call ``install_placement``. Dispatch uses
-    physical ids; ``expert_map`` exists for kernels that need it.
+    changing the outputs. If the layer has a stepwise split, the caller must also call ``install_placement``. Dispatch
+    uses physical ids; ``expert_map`` exists for kernels that need it.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         return self._group.size
 
     def install_placement(self, phy2log_RS: Int32) -> None:
-        """Update the split by step for a new placement of all ranks, int32 ``[R, S]``.
+        """Update the stepwise split for a new placement of all ranks, int32 ``[R, S]``.
 
         Call this on all ranks between the same two steps, when a new placement is written into the layer. It only
         writes into existing tensors.
@@ -316,9 +316,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         dispatcher
             Dispatcher for this step, by default the layer's first.
         length
-            Common number of tokens to which MC2, all-gather and MoGE pad every rank. Without it, the ranks exchange
-            their token counts and wait for the result. With it, the host reads no device values. All-to-all does not
-            pad and always waits for its counts, but a split by step uses ``length`` in that case as well.
+            Common number of tokens to which MC2, all-gather and MoGE pad every rank. If it is ``None``, the ranks
+            exchange their token counts and wait for the result. Otherwise, the host reads no device values. All-to-all
+            does not pad and always waits for its counts, but a stepwise split uses ``length`` with all-to-all as well.
         profile
             True if the step only measures the machine. Its heat is then recorded as zeros.
 
@@ -331,7 +331,8 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         ------
         ValueError
             If the input is invalid. Shapes, dtypes, devices and ids are checked before any collective, but dispatcher
-            limits only after the preparation. See ``eplb_lab.layer.shape`` for the consequences on other ranks.
+            limits are checked only after the preparation. See ``eplb_lab.layer.shape`` for the consequences on other
+            ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
         (out_TH,) = self._step((batch,), phase, dispatcher, length, profile)
@@ -364,7 +365,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         length: int | None,
         profile: bool,
     ) -> list[torch.Tensor]:
-        """Compute one or two micro-batches as a step, and return each one's outputs including shared experts."""
+        """Compute one or two micro-batches as a step. Return the outputs of each, including the shared experts'."""
         path = self._path(dispatcher)
         batch_ids = [self._checked_ids(path, batch, phase) for batch in batches]
         shared = self._shared_experts

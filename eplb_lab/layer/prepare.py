@@ -14,7 +14,7 @@ from eplb_lab.layer.rank_group import RankGroup, pack_rows, unpack_rows
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokens for this rank to dispatch. All padding is zeros."""
+    """Result of a preparation: the tokens that this rank dispatches. All padding is zeros."""
 
     hidden_TH: torch.Tensor
     """Tokens in the layer's dtype, or int8 if ``scale_T`` is set."""
@@ -117,8 +117,8 @@ class MC2Preparation(All2AllPreparation):
     ) -> Prepared:
         """Return this rank's padded slice and its mask.
 
-        Without ``length``, the ranks exchange their token counts and wait for the result. Raises ``ValueError`` if this
-        rank has more tokens than ``length``.
+        If ``length`` is ``None``, the ranks exchange their token counts and wait for the result. Raises ``ValueError``
+        if this rank has more tokens than ``length``.
         """
         tokens = hidden_TH.shape[0]
         tp_size = self._tp.size
@@ -136,11 +136,11 @@ def _gather(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gather the tokens of all ranks and their routing, in rank order.
 
-    Each rank's tokens are padded to ``length``. Without it, the ranks first exchange their token counts and wait for
-    the result.
+    Each rank's tokens are padded to ``length``. If it is ``None``, the ranks first exchange their token counts and wait
+    for the result.
 
-    Raises ``ValueError`` if this rank has more tokens than ``length``. If the tokens' size in bytes differs between
-    ranks, all ranks raise ``ValueError``, but this is only detected without ``length``.
+    Raises ``ValueError`` if this rank has more tokens than ``length``. If ``length`` is ``None``, all ranks also raise
+    ``ValueError`` if the tokens' size in bytes differs between ranks. Otherwise, such a difference is not detected.
     """
     columns = [hidden_TH, *routing]
     flat_columns = [column.unsqueeze(1) if column.ndim == 1 else column.flatten(1) for column in columns]

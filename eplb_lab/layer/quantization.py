@@ -15,7 +15,7 @@ from eplb_lab.layer.weights import ExpertWeights, Matrices
 
 
 class Unquantized:
-    """Floating-point weights and tokens; the base class of the other methods.
+    """Method with floating-point weights and tokens. It is the base class of the other methods.
 
     It implements ``Experts`` with the operators of an NPU, in the standard format.
 
@@ -69,7 +69,7 @@ class Unquantized:
         )
 
     def process_after_load(self, weights: ExpertWeights, _dtype: torch.dtype) -> ExpertWeights:
-        """Convert loaded weights to the format that ``apply`` uses for tokens of ``_dtype``; here unchanged."""
+        """Convert loaded weights to the format that ``apply`` uses for tokens of ``_dtype``. Here, this is a no-op."""
         return weights
 
     def apply(self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
@@ -115,8 +115,8 @@ class Unquantized:
             options = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
         elif bias_SM is not None:
             options = {"bias": [bias_SM]}
-        # The operator does not support a list of one count. A single count equals its cumulative sum, so pass it as
-        # one.
+        # The operator does not support a list of one count. A single count equals its cumulative sum, so it is
+        # passed as a cumulative list.
         single_slot = batch.group_list_S.shape[0] == 1
         (out_NM,) = self._operators.npu_grouped_matmul(
             [rows_NK],

@@ -158,7 +158,7 @@ class RankGroup:
 
 def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
     """Pack tensors ``[T, width]`` into one uint8 tensor ``[T, B]``."""
-    # ``contiguous()`` may keep an odd last stride if a tensor has no rows or one column, which ``view`` rejects.
+    # If a tensor has no rows or one column, ``contiguous()`` may keep a last stride that ``view`` rejects.
     dense = [
         column if column.stride(-1) == 1 else column.clone(memory_format=torch.contiguous_format)
         for column in columns

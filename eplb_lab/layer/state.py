@@ -111,9 +111,8 @@ class EplbState(torch.nn.Module):
     source_load: torch.Tensor | None
     """int32 ``[W, E]``: number of choices of this rank's own tokens, by logical expert.
 
-    With every dispatcher, each token is counted by exactly one rank, so a sum over ranks counts it once. This is the
-    rank that passed the token to ``forward``. If tensor-parallel ranks pass the same tokens, each rank counts a share
-    of them.
+    With every dispatcher, only the rank that passes a token to ``forward`` counts it, so a sum over ranks counts it
+    once. If tensor-parallel ranks pass the same tokens, each rank counts a share of them.
     """
 
     load_counter: torch.Tensor

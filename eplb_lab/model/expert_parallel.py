@@ -63,8 +63,8 @@ def expert_parallel(
         Number of expert groups, from each of which a token chooses the same number of experts. MoGE needs one group per
         rank. The model was not trained with groups and generates worse text with them.
     most_rows
-        Upper bound on the tokens per rank and step. ``None`` if it is unknown. A dispatcher that pads tokens then
-        exchanges token counts between the ranks in every layer and step, and waits for the result.
+        Upper bound on the tokens per rank and step; ``None`` if it is unknown. If it is unknown, a dispatcher that pads
+        tokens exchanges token counts between the ranks in every layer and step, and waits for the result.
     tensor_parallel
         Number of consecutive ranks that have the same tokens.
     """

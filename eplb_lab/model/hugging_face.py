@@ -1,4 +1,4 @@
-"""Model of a transformers checkpoint on one of R ranks, with its MoE blocks replaced by expert-parallel ones."""
+"""Model from a transformers checkpoint on one of R ranks, with its MoE blocks replaced by expert-parallel ones."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def serve_checkpoint(
     most_rows: int | None = None,
     tensor_parallel: int = 1,
 ) -> tuple[Any, list[ExpertParallelMoE]]:
-    """Create this rank's model of a Qwen3-MoE or DeepSeek-V2 checkpoint, and return it with its MoE layers.
+    """Create this rank's model from a Qwen3-MoE or DeepSeek-V2 checkpoint, and return it with its MoE layers.
 
-    Raises ``ValueError`` if the checkpoint is of an unsupported model or lacks tensors.
+    Raises ``ValueError`` if the model is not supported or the checkpoint lacks tensors.
 
     Parameters
     ----------
@@ -171,12 +171,12 @@ def _check(config: Any, folder: Path) -> None:
     quantized = getattr(config, "quantization_config", None)
     method = getattr(config, "topk_method", None)
     problems = {
-        f"is a {config.model_type}; use qwen3_moe or deepseek_v2": config.model_type
+        f"has model_type {config.model_type}; use qwen3_moe or deepseek_v2": config.model_type
         not in ("qwen3_moe", "deepseek_v2"),
         f"is quantised ({quantized}), which is not supported; use an unquantised checkpoint": quantized
         is not None,
-        f"has the activation {config.hidden_act}; use silu": config.hidden_act != "silu",
-        f"chooses experts by {method}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
+        f"uses the activation {config.hidden_act}; only silu is supported": config.hidden_act != "silu",
+        f"has topk_method {method}; use greedy or group_limited_greedy": config.model_type == "deepseek_v2"
         and method not in ("greedy", "group_limited_greedy"),
     }
     for problem, applies in problems.items():

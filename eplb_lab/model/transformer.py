@@ -241,7 +241,7 @@ class ByteTransformer(nn.Module):
         self._experts = tuple(experts)
 
     def route_by(self, router: Router) -> None:
-        """Replace the router of every block. It receives the same logits."""
+        """Replace the router of every block. The new router receives the same logits."""
         for block in self.model.layers:
             assert isinstance(block, _Block), "the backbone contains only blocks"
             block.mlp.choose = router

@@ -61,7 +61,7 @@ class _ModelTask(Task):
 
 
 class _ModelRank:
-    """A rank's live (balanced) model and still (unbalanced) model, each with its own batch of requests."""
+    """Rank with a live (balanced) model and a still (unbalanced) model, each with its own batch of requests."""
 
     def __init__(self, task: _ModelTask, rank: int, group: dist.ProcessGroup) -> None:
         self._task = task

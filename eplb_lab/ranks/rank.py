@@ -39,7 +39,7 @@ class _DemoTask(Task):
 
 
 class _DemoRank:
-    """A rank's layers: the balanced ones, and copies that keep the initial layout."""
+    """Rank with balanced layers, and with copies of them that keep the initial layout."""
 
     def __init__(self, task: _DemoTask, rank: int, group: dist.ProcessGroup) -> None:
         self._task = task

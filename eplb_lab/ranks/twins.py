@@ -77,7 +77,7 @@ class Task:
 class Twins:
     """Balanced layers of a rank, their agent, and copies of the layers that keep the initial layout.
 
-    It also keeps the measurements for the next report.
+    The object also keeps the measurements for the next report.
 
     Parameters
     ----------

@@ -54,7 +54,9 @@ def advise(
     heat: Path = HEAT,
     policy: str = POLICY,
     redundant: str | None = option(
-        None, "Redundant experts per layer to try, separated by commas; by default a few.", metavar=SEVERAL
+        None,
+        "Numbers of redundant experts per layer to try, separated by commas. By default, a few are tried.",
+        metavar=SEVERAL,
     ),
     window: int | None = option(
         None, f"Steps that a decision uses; by default {_WINDOW}, or a quarter of a short trace.", min=1
@@ -115,9 +117,10 @@ def advise(
 def _estimated(
     settings: PlannerSettings, cost: CostOptions, gpu: str | None, model: str | None
 ) -> tuple[PlannerSettings, CostOptions, ModelShape | None]:
-    """Complete settings and costs from the data shipped for ``--gpu`` and ``--model``. Explicit values take precedence.
+    """Fill in missing settings and costs from the data shipped for ``--gpu`` and ``--model``.
 
-    Raises ``UserError`` if the device or model is unknown or contradicts other options.
+    Explicit values take precedence. Raises ``UserError`` if the device or model is unknown or contradicts other
+    options.
     """
     if gpu is not None and model is None:
         raise UserError("--gpu needs --model")
@@ -177,7 +180,10 @@ def headline(advice: Advice, is_estimate: bool) -> str:
     if advice.redundant_bytes_per_rank:
         memory = f"{advice.redundant_bytes_per_rank / 1e9:.2f} GB of additional memory per rank"
     elif advice.redundant > 0 and not advice.chosen.bytes_per_rank:
-        memory = f"{advice.redundant} redundant experts per layer (--bytes-per-expert or --model shows their memory)"
+        memory = (
+            f"{advice.redundant} redundant experts per layer "
+            "(pass --bytes-per-expert or --model to show their memory)"
+        )
     if advice.pays:
         return f"Balancing pays off: {gain}, for {memory}."
     if advice.share < 0:
@@ -206,7 +212,7 @@ def _print(console: Console, advice: Advice, costs: Costs, assumptions: Sequence
     gains = ", ".join(f"{layer} ({advice.gain_L[layer]:+.3f})" for layer in best)
     console.print(f"Layers with the largest gain in PAR: {gains}")
     console.print(
-        "All rows score the same steps. Settings with the same result as another row are omitted. "
+        "All rows are scored on the same steps. Settings with the same result as another row are omitted. "
         f"{assumptions_text(assumptions)}"
     )
 

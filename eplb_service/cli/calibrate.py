@@ -44,7 +44,7 @@ class TimingOptions:
     )
     device: str = option("cpu", "Device name in torch: cpu, cuda:0, npu:0.")
     repeats: int = option(7, "Timed calls per grid cell; the shortest time counts.", min=1)
-    threads: int | None = option(None, "CPU threads; by default torch decides.", min=1)
+    threads: int | None = option(None, "CPU threads; by default, torch chooses the number.", min=1)
 
     def curve(self, phase: str, hidden: int, inter: int, dtype: str) -> CostCurve:
         """Time this machine's kernel and return its cost curve. Raises ``UserError`` on failure."""
@@ -70,13 +70,16 @@ class TableOptions:
     SECTION: ClassVar[str] = "From a measurement table"
 
     table: Path | None = option(
-        None, "Parquet table of MoE kernel times, as in aiconfigurator-core; nothing is timed."
+        None,
+        "Parquet table of MoE kernel times (as in aiconfigurator-core), used instead of timing this machine.",
     )
-    experts: int | None = option(None, "Experts of the layer, if the table contains several values.", min=1)
+    experts: int | None = option(
+        None, "Number of experts in the layer, if the table contains several.", min=1
+    )
     top_k: int | None = option(
-        None, "Experts that a token chooses, if the table contains several values.", min=1
+        None, "Number of experts that a token chooses, if the table contains several.", min=1
     )
-    kernel: str | None = option(None, "Kernel (kernel_source), if the table contains several.")
+    kernel: str | None = option(None, "Name of the kernel (kernel_source), if the table contains several.")
 
 
 @takes_options()

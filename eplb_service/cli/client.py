@@ -98,9 +98,7 @@ class Connection:
             pass
         except (OSError, ValueError):
             if not uses_tls:
-                return (
-                    f"no service listens at {self.address}; start one with `eplb serve`, or check --address"
-                )
+                return f"no service is listening at {self.address}; start one with `eplb serve`, or check --address"
         if uses_tls and self.tls_ca is None:
             return f"the service at {self.address} uses TLS; pass its CA certificate with --tls-ca"
         if rejected:

@@ -29,7 +29,7 @@ HEAT = option(help=_TRACE_HELP)
 TRACE = argument(help=_TRACE_HELP)
 FORMAT = option(
     None,
-    f"Format: {', '.join(FORMATS)}; by default from the file name (.json: vllm-ascend).",
+    f"Format: {', '.join(FORMATS)}; by default, the suffix determines it (.json: vllm-ascend).",
     section="Results",
 )
 FIRST_LAYER = option(
@@ -101,7 +101,7 @@ class ReadingOptions:
                     return trace
         if not busy_LE.any():
             raise UserError(
-                f"{path}: all of its {trace.steps} steps have zero tokens; record while the model serves requests"
+                f"{path}: all of its {trace.steps} steps have zero tokens; record while the model is serving requests"
             )
         idle_L = (~busy_LE).sum(axis=1)
         layer = int(idle_L.argmax())
@@ -162,7 +162,7 @@ class SlotOptions:
     SECTION: ClassVar[str] = _SLOTS
 
     slots: str | None = option(
-        None, "Expert slots per rank and layer; several for replay and sweep.", metavar=SEVERAL
+        None, "Expert slots per rank and layer; replay and sweep accept several.", metavar=SEVERAL
     )
     redundant: str | None = option(
         None, "Redundant experts per layer, as an alternative to --slots.", metavar=SEVERAL
@@ -174,7 +174,7 @@ class SlotOptions:
         Raises ``UserError`` if a number of redundant experts cannot be spread evenly over the ranks.
         """
         if self.slots is not None and self.redundant is not None:
-            raise UserError("--slots and --redundant exclude each other; give only one")
+            raise UserError("--slots and --redundant are mutually exclusive; give only one")
         if self.slots is not None:
             return whole_numbers("--slots", self.slots)
         return slots_of_redundant(experts, ranks, self.redundant or str(-experts % ranks))
@@ -206,7 +206,7 @@ def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:
         if (experts + redundant) % ranks:
             raise UserError(
                 f"{experts} experts and {redundant} redundant ones cannot be split evenly over {ranks} ranks; "
-                f"use --redundant {-experts % ranks}, or add a multiple of {ranks} to it"
+                f"use --redundant {-experts % ranks}, or that number plus a multiple of {ranks}"
             )
         counts.append((experts + redundant) // ranks)
     return counts

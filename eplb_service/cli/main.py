@@ -21,7 +21,7 @@ from eplb_service.cli.options import HelpCommand, UserError, write_section
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 # gRPC logs a line for each connection without TLS. These lines would fill the service's log and clutter a command's
-# error output. Set the variable in the environment to debug gRPC.
+# error output. To debug gRPC, set this variable in the environment.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _USAGE_EXIT_CODE = 2
@@ -42,7 +42,7 @@ COMMANDS = {
     "serve": ("serve", _SERVICE, "Run the control plane that agents connect to."),
     "solve": ("solve", _OFFLINE, "Compute a placement from recorded heat."),
     "replay": ("replay", _OFFLINE, "Replay the planner on a trace and score each policy."),
-    "prove": ("prove", _OFFLINE, "Prove what balancing gains, on a trace or beside a deployment."),
+    "prove": ("prove", _OFFLINE, "Prove the gain from balancing, on a trace or for a deployment."),
     "sweep": ("sweep", _OFFLINE, "Replay many traces with many settings, and print one table."),
     "advise": ("advise", _OFFLINE, "Recommend settings, and report whether balancing pays off."),
     "bench": (_LAB, _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),

@@ -106,7 +106,7 @@ def placement(
 
 @takes_options()
 def pause(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
-    """Pause planning for a deployment. A plan that is under way is finished."""
+    """Pause planning for a deployment. A plan in progress is still completed."""
     _ask(service, "Pause", operator_pb2.PauseRequest(deployment=deployment))
     _report(json, f"planning for {deployment} is paused", deployment=deployment, paused=True)
 
@@ -134,7 +134,7 @@ def rebalance(service: Connection, deployment: str = NAME, json: bool = JSON) ->
 def lead(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Make a deployment's ranks follow this service, even if they have followed one with a higher leader term.
 
-    Use this if the ranks treat this service as outdated: because the clock of another service was once wrong, or
+    Use this command if the ranks treat this service as outdated because another service's clock was once wrong, or
     because another service was started later and is gone. Stop the other service first.
     """
     response = _ask(service, "Lead", operator_pb2.LeadRequest(deployment=deployment))
@@ -166,14 +166,14 @@ def history(
         plans = [past for past in plans if past.plan_id == plan]
         if not plans:
             raise UserError(
-                f"{deployment} has no plan {plan} among its newest 100; `eplb history` lists them"
+                f"{deployment} has no plan {plan} among its newest 100; `eplb history` lists its plans"
             )
     if json:
         print_json({"plans": [as_document(past) for past in plans]})
         return
     console = Console()
     if not plans:
-        typer.echo(f"{deployment} has had no plan yet: every decision so far kept all layers")
+        typer.echo(f"{deployment} has had no plans yet: every decision so far left all layers unchanged")
         return
     columns = {
         "plan": lambda past: past.plan_id,
@@ -265,7 +265,7 @@ def figure_text(figure: Figure) -> str:
 
 
 def connected_text(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> str:
-    """Return a string with the numbers of connected ranks and their nodes, and the newest step."""
+    """Format the number of connected ranks, the number of their nodes, and the newest step."""
     connected = [agent for agent in agents if agent.connected]
     text = f"{len(connected)} of {ranks} ranks connected"
     if not connected:
@@ -279,7 +279,7 @@ def layer_table(layers: Sequence[operator_pb2.LayerStatus], limit: int | None = 
     """Return a table of the balance of each layer, or of the ``limit`` layers with the highest PAR."""
     title = None
     if limit is not None and len(layers) > limit:
-        title = f"highest PAR of {len(layers)} layers (all layers: --all)"
+        title = f"highest PAR among {len(layers)} layers (all layers: --all)"
         layers = sorted(layers, key=lambda layer: -layer.par)[:limit]
     columns = {
         "layer": lambda layer: layer.layer,
@@ -293,12 +293,12 @@ def layer_table(layers: Sequence[operator_pb2.LayerStatus], limit: int | None = 
 def agent_table(agents: Sequence[operator_pb2.AgentStatus], limit: int | None = None) -> Table:
     """Return a table of the ranks' agents.
 
-    With ``limit``, the table shows only that many agents: first the disconnected ones, then those with an error, then
-    those with the most dropped steps, and then the slowest.
+    If ``limit`` is given, the table shows only that many agents: first the disconnected ones, then those with an error,
+    then those with the most dropped steps, and then the slowest.
     """
     title = None
     if limit is not None and len(agents) > limit:
-        title = f"most notable of {len(agents)} ranks (all ranks: --all)"
+        title = f"most notable among {len(agents)} ranks (all ranks: --all)"
         agents = sorted(
             agents, key=lambda agent: (agent.connected, not agent.error, -agent.dropped_steps, agent.step)
         )
@@ -330,7 +330,7 @@ def placement_table(epoch: int, placement: Placement) -> Table:
 
 
 def shape_text(status: operator_pb2.DeploymentStatus) -> str:
-    """Return a string with the numbers of layers, experts, ranks and slots."""
+    """Format the numbers of layers, experts, ranks and slots."""
     return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
 
 

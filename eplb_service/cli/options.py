@@ -33,7 +33,7 @@ _MAX_NAME = 22
 
 
 class UserError(Exception):
-    """User error. Its one-line message says what is wrong and how to correct it."""
+    """Raised for a mistake by the user. The one-line message states the problem and how to correct it."""
 
 
 def option(
@@ -70,7 +70,7 @@ def takes_options(*extra: inspect.Parameter) -> Callable[[Command], Command]:
     """Return a decorator that turns the parameters of a command into options that typer understands.
 
     A parameter whose type is a dataclass stands for one option per field, under the class's ``SECTION`` heading. The
-    command receives them as one value, and the options in ``extra`` through its ``**`` parameter.
+    command receives these options as one value, and the options in ``extra`` through its ``**`` parameter.
     """
 
     def decorated(command: Command) -> Command:

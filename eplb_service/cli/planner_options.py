@@ -43,7 +43,7 @@ class CostOptions:
         None, "Bytes of one expert's weights in one layer; by default as recorded.", min=0
     )
     solve_ms: float | None = option(
-        None, f"Time from the end of a window to its plan; {Costs().solve_ms:g} by default."
+        None, f"Time from the end of a window to the arrival of its plan; {Costs().solve_ms:g} by default."
     )
     link_share: float | None = option(
         None, f"Fraction of --link-bandwidth that transfers use; {Costs().link_share:g} by default."

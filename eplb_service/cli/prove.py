@@ -1,4 +1,4 @@
-"""``eplb prove``: what balancing gains, compared with the engine's balancer and with forced balance, on one page."""
+"""``eplb prove``: the gain from balancing, compared with the engine's balancer and with forced balance, on one page."""
 
 from __future__ import annotations
 
@@ -48,42 +48,42 @@ if TYPE_CHECKING:
     from eplb_service.replay.proof import Proof
 
 _OMITTED = ("saved ms", "weights")
-"""Columns of the page that the terminal omits, so that the table fits in 80 columns."""
+"""Columns of the page that are omitted on the terminal, so that the table fits in 80 columns."""
 _TERMS = (
     "gain: reduction of PAR compared with off on the same steps; ABBA: the same if arms take turns; ±: half of the "
-    "95 % interval; share: gain over that of forced balance; moves: experts that ranks received."
+    "95 % interval; share: gain divided by forced balance's; moves: experts that ranks received."
 )
 
 
 @dataclass(frozen=True)
 class _Shape(RankOptions):
-    """Shape of the expert-parallel group, which the recording of a deployment states."""
+    """Shape of the expert-parallel group. The recording of a deployment contains it."""
 
     ranks: int = option(0, "Ranks of the expert-parallel group; 0: as recorded.", min=0)
 
     def of(self, trace: Trace) -> RankOptions:
-        """Return the shape with the number of ranks of a trace. Raises ``UserError`` if it is unknown."""
+        """Return the shape, by default with the trace's number of ranks. Raises ``UserError`` if that is unknown."""
         ranks = self.ranks or trace.facts.ranks
         if not ranks:
-            raise UserError("give --ranks, because the trace does not record the number of ranks")
+            raise UserError("the trace does not record the number of ranks; pass it with --ranks")
         return replace(self, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class _Watching:
-    """How a live deployment is recorded."""
+    """Options for recording a live deployment."""
 
     SECTION: ClassVar[str] = "Recording of a live deployment"
 
     steps: int = option(2000, "Steps to record.", min=1)
-    seconds: float | None = option(None, "Stop after this number of seconds.", min=0.1)
+    seconds: float | None = option(None, "Stop after this many seconds.", min=0.1)
     recording: Path | None = option(None, "Keep the recording, a .zarr folder. It is removed by default.")
 
     @contextmanager
     def trace(self, service: Connection, deployment: str, heat: Path | None) -> Iterator[tuple[Path, str]]:
         """Record a deployment, unless there is a trace already.
 
-        Yields the path of the trace and the gain that the service reports, which is empty without a service. A
+        Yields the path of the trace and the gain that the service reports. The gain is empty if there is no service. A
         recording is removed afterwards, unless the user keeps it.
         """
         if heat is not None:
@@ -104,7 +104,7 @@ class _Watching:
 
 @dataclass(frozen=True)
 class _Arms:
-    """Arms that are compared, and their schedule."""
+    """Options that select the arms and their schedule."""
 
     SECTION: ClassVar[str] = "Arms and schedule"
 
@@ -118,7 +118,7 @@ class _Arms:
         EVEN, f"The engine's split of tokens over replicas without our planner: {', '.join(SPLITS)}."
     )
     window: int = option(512, "Maximum number of steps that a decision uses.", min=1)
-    interval: int = option(256, "Steps between decisions, for our planner the maximum.", min=1)
+    interval: int = option(256, "Steps between decisions (the maximum for our planner).", min=1)
 
     def check(self) -> None:
         """Raise ``UserError`` if a balancer or the split does not exist."""
@@ -128,7 +128,7 @@ class _Arms:
         check_windows([self.window], [self.interval])
 
     def jobs(self, settings: PlannerSettings, slots: int, steps: int) -> list[Job]:
-        """Return the arms' jobs on a trace of ``steps`` steps. Raises ``ProofError`` if these are too few."""
+        """Return the arms' jobs on a trace of ``steps`` steps. Raises ``ProofError`` if there are too few steps."""
         from eplb_service.replay.policy import Setup
         from eplb_service.replay.proof import proof_jobs
 
@@ -139,13 +139,13 @@ class _Arms:
 
 @dataclass(frozen=True)
 class _Output:
-    """What is shown beside the arms, and where."""
+    """Options for the output, and for the answers to compare."""
 
     SECTION: ClassVar[str] = RESULTS
 
     answers: tuple[Path, Path] | None = option(
         None,
-        "Two JSON files, of a run with and a run without balancing: a list of token ids for each request.",
+        "Two JSON files with the token ids of each request, from one run with balancing and one without.",
         metavar="PATH PATH",
     )
     report: Path | None = option(None, "Write the page to this .html file.")
@@ -223,10 +223,10 @@ def prove(
     workers: int | None = WORKERS,
     **planner: Any,
 ) -> None:
-    """Prove what balancing gains, on a trace or beside a live deployment.
+    """Prove the gain from balancing, on a trace or for a live deployment.
 
     The same steps are served with the initial placement (off), the engine's balancer, our planner, and forced balance,
-    which is only computed. Beside a live deployment, the command records heat and changes nothing.
+    which is only computed. For a live deployment, the command records heat and changes nothing.
     """
     from eplb_service.replay.jobs import TraceFile, check_jobs
     from eplb_service.replay.loop import Scene

@@ -55,25 +55,25 @@ _COMPARISON = "Policies and schedules"
 
 WINDOW = option(
     str(WINDOW_STEPS),
-    "Maximum number of steps that a decision uses; several separated by commas.",
+    "Maximum number of steps that a decision uses; separate several values with commas.",
     metavar=SEVERAL,
 )
 INTERVAL = option(
     str(DECISION_INTERVAL),
-    "Steps between decisions, for flashlb the maximum; several separated by commas.",
+    "Steps between decisions (the maximum for flashlb); separate several values with commas.",
     metavar=SEVERAL,
 )
 CPU_SHARE = option(
     None,
-    "CPU cores that decisions may use on average, as for the service; needs --step-ms. Results then depend on the "
-    "speed of this machine. By default, CPU is not limited.",
+    "CPU cores that decisions may use on average, as in the service; needs --step-ms. With this option, results "
+    "depend on the speed of this machine. By default, CPU use is not limited.",
     section=_COMPARISON,
 )
 OUT = option(None, "Write all figures to this .json file.", section=RESULTS)
 
 TERMS = (
-    "PAR: load of the hottest rank over the mean rank; initial: PAR with the initial placement; floor: PAR that token "
-    "sampling leaves with perfect balance; moves: per interval."
+    "PAR: load of the hottest rank over the mean rank load; initial: PAR with the initial placement; floor: PAR that "
+    "token sampling gives a perfectly balanced placement; moves: per interval."
 )
 """Explanation that is printed below the tables."""
 

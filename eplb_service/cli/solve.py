@@ -99,7 +99,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Problem:
-    """A problem to solve with different settings: heat and deployment."""
+    """Problem to solve with different settings: the heat and the deployment."""
 
     window: Window
     slots: int
@@ -129,7 +129,7 @@ def _report(
     placement = Placement(solution.phy2log, window.experts)
     fixed_RLE = default_tables(placement, settings.split, settings.deal_width)
     fixed = split_steps(window.heat_TLE, placement, fixed_RLE, window.source_RLE, settings.split)
-    # Assume that the placement's optimism is the same with fixed tables.
+    # Assume that the hold-out's correction for overfitting (the optimism) also applies to fixed tables.
     optimism_L = np.array([verdict.optimism or 0.0 for verdict in solution.verdicts])
     even = None
     if settings.split == TABLES:
@@ -178,8 +178,8 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
     columns = {heading: (report[name], spec) for heading, (name, spec) in names.items()}
     console.print(layers_table(columns, report["par_after_L"]), soft_wrap=False)
     console.print(
-        f"PAR: load of the hottest rank over the mean rank in each of {report['steps']} steps; hottest rank: its "
-        "tokens per step."
+        f"PAR: load of the hottest rank over the mean rank load in each of {report['steps']} steps; hottest rank: "
+        "its tokens per step."
     )
     _print_alternatives(console, report)
     if out is not None and out.suffix != ".npz":
@@ -202,10 +202,11 @@ def _print_alternatives(console: Console, report: Mapping[str, Any]) -> None:
         net_ms = report["ms_after"] + report["split_ms"]
         console.print(
             f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step, so the total is {net_ms:.3f} ms. "
-            f"A placement for tables, without the stepwise split, takes {report['ms_by_tables']:.3f} ms."
+            f"With a placement for tables and without the stepwise split, they take {report['ms_by_tables']:.3f} ms."
         )
     if report["par_after_split_even"] is not None:
         console.print(
             "A host that splits an expert's tokens evenly over its replicas (vLLM, --split even) reaches PAR "
-            f"{report['par_after_split_even']:.3f}, hottest rank {report['hottest_after_split_even_L'].mean():,.2f}."
+            f"{report['par_after_split_even']:.3f}; its hottest rank processes "
+            f"{report['hottest_after_split_even_L'].mean():,.2f} tokens per step."
         )

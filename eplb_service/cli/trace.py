@@ -76,10 +76,10 @@ def stats(
     )
     console.print(_statistics_table(measured), soft_wrap=False)
     console.print(
-        "hottest: tokens of the hottest expert over the mean expert; top 10%: share of the hottest tenth of the "
-        f"experts; drift: total variation between windows of {window} steps, beside the drift that token sampling "
-        "causes; PAR: hottest over mean rank in each step with the experts in order, beside the floor that token "
-        "sampling leaves."
+        "hottest: tokens of the hottest expert over the mean per expert; top 10%: share of the hottest tenth of the "
+        f"experts; drift: total variation distance between windows of {window} steps, next to the drift that token "
+        "sampling causes; PAR: load of the hottest rank over the mean rank load in each step with the experts in "
+        "order, next to the floor, the PAR that token sampling gives a perfectly balanced placement."
     )
     if not measured.choices_L.any():
         console.print("All counts are zero, so this trace has nothing to balance.")

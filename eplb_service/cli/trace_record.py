@@ -28,8 +28,8 @@ def record(
     service: Connection,
     deployment: str = NAME,
     out: Path = option(help=f"Trace to write, a {TRACE_SUFFIX} folder."),
-    steps: int | None = option(None, "Stop after this number of steps.", min=1),
-    seconds: float | None = option(None, "Stop after this number of seconds.", min=0.1),
+    steps: int | None = option(None, "Stop after this many steps.", min=1),
+    seconds: float | None = option(None, "Stop after this many seconds.", min=0.1),
     append: bool = option(False, "Append to the trace at --out if its shape matches.", "--append"),
     json: bool = JSON,
 ) -> None:
@@ -144,7 +144,7 @@ class _Recording:
             )
         elif self.served is not None and self.served.shape != shape:
             raise UserError(
-                f"{self.path}: {self.deployment} was restarted with another shape than this trace has; the "
+                f"{self.path}: {self.deployment} was restarted with a shape that differs from this trace's; the "
                 f"{self.steps} new steps are kept, so record the rest to another file"
             )
         else:

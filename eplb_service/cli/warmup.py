@@ -12,7 +12,7 @@ from eplb_service.cli.options import takes_options
 
 @takes_options()
 def warmup() -> None:
-    """Compile the solver once, so that later commands start faster. The container image is built with this."""
+    """Compile the solver once, so that later commands start faster. The container image build runs this command."""
     start = time.perf_counter()
     compile_solver()
     typer.echo(f"solver compiled and cached in {time.perf_counter() - start:.1f} s")

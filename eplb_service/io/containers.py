@@ -125,7 +125,7 @@ def read_npy_bytes(content: bytes) -> Array:
         )
         shape, _, dtype = read_header(file)
         if math.prod(shape) * int(dtype.itemsize) > len(content):
-            raise HeatError(f"claims to hold an array {list(shape)}, which is larger than the file")
+            raise HeatError(f"claims to hold an array of shape {list(shape)}, which is larger than the file")
         file.seek(0)
         array: Array = np.lib.format.read_array(file, allow_pickle=False)
         return array
@@ -169,7 +169,7 @@ def check_fits_memory(claimed: int, packed: int | None = None) -> None:
         )
     if packed is not None and claimed > max(_ALWAYS_ALLOWED_BYTES, _MAX_EXPANSION * packed):
         raise HeatError(
-            f"asks for {claimed / 2**30:.1f} GiB of memory, though it has only {packed} bytes; "
+            f"asks for {claimed / 2**30:.1f} GiB of memory, although it has only {packed} bytes; "
             "it is damaged or hostile"
         )
 
@@ -203,7 +203,7 @@ def _check_torch_archive(path: Path) -> None:
         names = archive.namelist()
         pickles = [name for name in names if name.endswith("/data.pkl")]
         if len(pickles) != 1 or archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
-            raise HeatError("is a zip archive without a torch file's data.pkl of at most 64 MiB")
+            raise HeatError("is a zip archive but not a torch file: it has no data.pkl of at most 64 MiB")
         if len({name.lower() for name in names}) < len(names):
             raise HeatError("has two members with the same name; it is damaged or hostile")
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
@@ -370,7 +370,7 @@ def whole_number(content: Mapping[Any, Any], name: str, location: str) -> int:
     """Return a non-negative integer field of a record. Raises ``HeatError`` if it is anything else."""
     value = content.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_NUMBER:
-        raise HeatError(f"{location} has {name} {value!r}; expected an integer of at least 0")
+        raise HeatError(f"{location} has {name} {value!r}; expected a non-negative integer")
     return value
 
 
@@ -430,8 +430,10 @@ def counts_of(
         return np.zeros((0, *[1] * (len(axes) - 1)), dtype=np.int64)
     array = as_array(value)
     if array is None or array.ndim != len(axes) or array.dtype.kind not in "iu" or 0 in array.shape[1:]:
-        content = "no numbers" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise HeatError(f"{location} holds {content} as {name}; expected integers [{', '.join(axes)}]")
+        content = "no numbers" if array is None else f"{array.dtype} of shape {list(array.shape)}"
+        raise HeatError(
+            f"{location} holds {content} as {name}; expected integers of shape [{', '.join(axes)}]"
+        )
     if array.size and not (minimum <= array.min() and array.max() <= maximum):
         raise HeatError(
             f"{location} holds {name} from {array.min()} to {array.max()}; expected {minimum} to {maximum}"

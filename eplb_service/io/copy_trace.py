@@ -30,7 +30,7 @@ ALL: Bounds = 0, None
 
 
 def check_trace_output(path: Path) -> None:
-    """Raise ``OutputError`` if a trace cannot be written to ``path``, or a native trace already exists there."""
+    """Raise ``OutputError`` if a trace cannot be written to ``path``, or if a native trace already exists there."""
     if path.suffix == SUFFIX and path.exists():
         raise OutputError(f"{path}: already exists; choose another name, or remove it first")
     check_output(path, SUFFIXES)

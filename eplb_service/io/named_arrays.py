@@ -239,8 +239,8 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
     phy2log = read_as.phy2log if read_as.phy2log is not None else _first(arrays, *MAP_NAMES)
     if phy2log is None:
         raise HeatError(
-            f"holds tokens by physical slot {list(array.shape)} without a placement: pass the expert in each slot "
-            "with --map, or use --as heat or --as weights if the tokens are by logical expert"
+            f"holds tokens by physical slot, of shape {list(array.shape)}, without a placement: pass the expert in "
+            "each slot with --map, or use --as heat or --as weights if the tokens are by logical expert"
         )
     array = array[None] if array.ndim == 2 else array
     if array.ndim > 1:
@@ -254,7 +254,7 @@ def _from_slots(array: Array, arrays: Mapping[str, Array], origin: str, read_as:
 
 def _from_weights(array: Array, _arrays: Mapping[str, Array], origin: str, _read_as: ReadAs) -> ArrayTrace:
     if array.ndim != 2:
-        raise HeatError(f"holds weights {list(array.shape)}; expected shape [layers, experts]")
+        raise HeatError(f"holds weights of shape {list(array.shape)}; expected [layers, experts]")
     facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum over all steps")
     return ArrayTrace(array[None], facts)
 
@@ -339,7 +339,7 @@ def _meaning_of(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) ->
     elif list(arrays) == [""]:
         return _meaning_of_bare(arrays[""], file_name), ""
     raise HeatError(
-        f"holds {_inventory(arrays)}: specify its meaning with --as; recognised array names are "
+        f"holds {_inventory(arrays)}: specify the meaning with --as; recognised array names are "
         f"{', '.join(name for names in _NAMES.values() for name in names)}"
     )
 
@@ -370,8 +370,9 @@ def _meaning_of_bare(array: Array, file_name: str) -> Meaning:
     shape = list(array.shape)
     if array.ndim in (2, 3) and array.size and array.dtype.kind in "iu" and _looks_like_placement(array):
         raise HeatError(
-            f"holds expert numbers {shape}, like a placement or an expert map, not tokens: pass it with --placement, "
-            "or with --map in addition to tokens by slot; use --as weights or --as heat if the numbers are tokens"
+            f"holds expert numbers of shape {shape}, like a placement or an expert map, not tokens: pass it with "
+            "--placement, or with --map in addition to tokens by slot; use --as weights or --as heat if the numbers "
+            "are tokens"
         )
     if array.ndim == 4 or any(name in file_name for name in _NAMES["slots"]):
         return "slots"

@@ -153,7 +153,7 @@ class StoredTrace(Trace):
         return loads_TLR
 
     def served_placements(self, first: int, last: int) -> list[list[Int32]]:
-        """Return the placements ``[R, S]`` that served the steps, a list in order for each layer; empty if unknown."""
+        """Return each layer's placements ``[R, S]`` that served the steps, in order; empty if unknown."""
         if not self.by_slot:
             return []
         epoch_TL = self.columns["epoch"].read(first, last)
@@ -200,8 +200,8 @@ class StoredTrace(Trace):
             tail = _tail(name, sizes)
             if not 0 < count <= column.rows or column.tail != tail:
                 raise HeatError(
-                    f"{name} has {column.rows} rows {list(column.tail)}, but the attributes claim {count} rows "
-                    f"{list(tail)}"
+                    f"{name} has {column.rows} rows of shape {list(column.tail)}, but the attributes claim {count} "
+                    f"rows of shape {list(tail)}"
                 )
 
     def _read_placements(self) -> None:
@@ -385,7 +385,7 @@ class TraceWriter:
             raise OutputError(f"{self.path}: cannot be written ({error.strerror or error})") from error
 
     def _begin(self, rows: Mapping[str, Array]) -> None:
-        """Create the folder and an empty array for each of the ``rows``."""
+        """Create the folder and an empty array for each name in ``rows``."""
         self.path.mkdir()
         head = {"format": _FORMAT, "version": _VERSION, "experts": self._experts}
         attributes = {**head, **asdict(self._facts), "steps": 0, "placements": 0}
@@ -430,6 +430,7 @@ def _counts(values: npt.ArrayLike) -> Array:
     invalid = array[counts != array]
     if invalid.size:
         raise HeatError(
-            f"has a count of {invalid[0]}; a native trace records whole tokens below 2**32; scale and round the counts"
+            f"has a count of {invalid[0]}; a native trace records whole token counts below 2**32; "
+            "scale and round the counts"
         )
     return counts

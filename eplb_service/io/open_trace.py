@@ -35,7 +35,7 @@ FORMATS_GROUP = "eplb.formats"
 TraceReader: TypeAlias = Callable[[Path, ReadAs], Trace | None]
 """Reader for an added format, called before the built-in readers.
 
-It returns the trace in a file or folder, or ``None`` if the format is a different one.
+It returns the trace in a file or folder, or ``None`` if it does not recognise the format.
 """
 
 _RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
@@ -140,7 +140,7 @@ def _opened_by_packages(path: Path, read_as: ReadAs) -> Trace | None:
 
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
-    """Open a file or folder of a built-in format, chosen by its first bytes."""
+    """Open a folder, or a file in a built-in format, which its first bytes determine."""
     if path.is_dir():
         return _open_folder(path, read_as)
     with path.open("rb") as file:

@@ -146,7 +146,7 @@ def read_map(path: Path) -> ReadAs:
 
 
 def _read_rows(path: Path) -> _Rows:
-    """Read the rows of any placement file. Raises ``HeatError`` or ``PlacementError`` without the path."""
+    """Read the rows of any placement file. Raises ``HeatError`` or ``PlacementError``; the message omits the path."""
     try:
         if path.suffix in _READERS:
             return _rows_of(_READERS[path.suffix](path))
@@ -232,7 +232,7 @@ def write_placement(
     numbers = list(map(int, layer_numbers or range(placement.layers)))
     if len(numbers) != placement.layers or numbers != sorted(set(numbers)) or numbers[0] < 0:
         raise PlacementError(
-            f"the layer numbers are {numbers}; expected {placement.layers} increasing numbers of at least 0"
+            f"the layer numbers are {numbers}; expected {placement.layers} increasing, non-negative numbers"
         )
     _, document_of = _FORMATS[placement_format(path, format)]
     if draft_layers:
@@ -415,7 +415,7 @@ def _numbers_of(entries: list[dict[str, Any]], key: str) -> list[int]:
         return list(range(len(entries)))
     numbers = [int(entry[key]) for entry in entries]
     if len(set(numbers)) != len(numbers) or min(numbers) < 0:
-        raise ValueError(f"its {key}s are {numbers[:8]}; expected distinct numbers of at least 0")
+        raise ValueError(f"its {key}s are {numbers[:8]}; expected distinct, non-negative numbers")
     return numbers
 
 
@@ -431,7 +431,7 @@ def _in_order(
     key
         Field with an entry's number.
     numbers
-        Number of each entry. Without it, the numbers in the entries must be 0, 1, 2, ...
+        Number of each entry. If omitted, the numbers in the entries must be 0, 1, 2, ...
 
     Raises
     ------

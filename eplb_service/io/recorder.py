@@ -230,7 +230,7 @@ class Recorder:
         Parameters
         ----------
         ended
-            True if no more reports will arrive. All pending steps are then recorded or dropped.
+            True if no more reports will arrive. In that case, all pending steps are recorded or dropped.
         """
         for number in sorted(self._pending):
             step = self._pending[number]

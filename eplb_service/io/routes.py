@@ -37,7 +37,7 @@ def trace_of_routes(
         Index of each request's first token, and the end of the last request, ``[requests + 1]``. Without it, every
         ``batch`` consecutive tokens form a step.
     experts
-        Number of experts E. By default, the largest chosen expert plus one, which the trace's origin then mentions.
+        Number of experts E. By default, it is the largest chosen expert plus one, and the trace's origin says so.
     batch
         Number of concurrent requests, by default ``DEFAULT_BATCH``.
     origin
@@ -65,7 +65,8 @@ def trace_of_routes(
     """
     if routes_KLC.ndim != 3 or 0 in routes_KLC.shape or routes_KLC.dtype.kind not in "iu":
         raise HeatError(
-            f"holds routes {routes_KLC.dtype} {list(routes_KLC.shape)}; expected integers [tokens, layers, choices]"
+            f"holds routes as {routes_KLC.dtype} of shape {list(routes_KLC.shape)}; "
+            "expected integers of shape [tokens, layers, choices]"
         )
     batch = DEFAULT_BATCH if batch is None else batch
     smallest = int(routes_KLC.min())
@@ -206,16 +207,16 @@ def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | N
     """
     if slot_heat_TLP.ndim != 3 or 0 in slot_heat_TLP.shape or slot_heat_TLP.dtype.kind not in "iuf":
         raise HeatError(
-            f"holds tokens by slot {slot_heat_TLP.dtype} {list(slot_heat_TLP.shape)}; "
-            "expected numbers [steps, layers, slots]"
+            f"holds tokens by slot as {slot_heat_TLP.dtype} of shape {list(slot_heat_TLP.shape)}; "
+            "expected numbers of shape [steps, layers, slots]"
         )
     steps, layers, slots = slot_heat_TLP.shape
     expert_map = np.asarray(phy2log)
     map_LP = expert_map.reshape(len(expert_map), -1) if expert_map.ndim == 3 else np.atleast_2d(expert_map)
     if map_LP.shape not in ((layers, slots), (1, slots)) or map_LP.dtype.kind not in "iu":
         raise HeatError(
-            f"the map {expert_map.dtype} {list(expert_map.shape)} does not match heat of {layers} layers x {slots} "
-            "slots; expected one expert number per slot"
+            f"the map ({expert_map.dtype}, shape {list(expert_map.shape)}) does not match heat of {layers} layers x "
+            f"{slots} slots; expected one expert number per slot"
         )
     smallest = int(map_LP.min())
     largest = int(map_LP.max())

@@ -32,7 +32,7 @@ _DRIFT_PULL = 0.999
 It keeps the standard deviation of the walk below 1, however long the trace is.
 """
 _PHASE_STEPS = 50
-"""Mean length of a phase. Phases are up to a fifth longer or shorter."""
+"""Mean length of a phase, in steps. Phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
 """Fraction of a phase's tokens that come from its own domain."""
 _BURST_GROUP = 8

@@ -96,7 +96,7 @@ class Trace(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int, int]:
-        """T, L and E."""
+        """Number of steps T, layers L and experts E."""
 
     @abstractmethod
     def heat(self, first: int, last: int) -> Counts:
@@ -139,7 +139,7 @@ class Trace(ABC):
         return None
 
     def served_placements(self, first: int, last: int) -> list[list[Int32]]:  # noqa: ARG002
-        """Return the placements ``[R, S]`` that served the steps, a list in order for each layer; empty if unknown."""
+        """Return each layer's placements ``[R, S]`` that served the steps, in order; empty if unknown."""
         return []
 
     def step_numbers(self, first: int, last: int) -> Int64:
@@ -187,7 +187,7 @@ class ArrayTrace(Trace):
     phase_T
         Index into ``facts.phases`` of each step, ``[T]``; ``None`` if unknown.
     states_layers
-        True if the file names its MoE layers. Layers without tokens then also count as MoE layers.
+        True if the file names its MoE layers. In that case, layers without tokens also count as MoE layers.
 
     Raises
     ------
@@ -221,8 +221,8 @@ class ArrayTrace(Trace):
             expected = (steps, self.facts.ranks, layers, experts)
             if self.source_TRLE.shape != expected or self.source_TRLE.dtype.kind not in "iu":
                 raise HeatError(
-                    f"source heat is {self.source_TRLE.dtype} {list(self.source_TRLE.shape)}; "
-                    f"expected integers {list(expected)}"
+                    f"source heat is {self.source_TRLE.dtype} of shape {list(self.source_TRLE.shape)}; "
+                    f"expected integers of shape {list(expected)}"
                 )
         if self.phase_T is not None:
             has_form = self.phase_T.shape == (steps,) and self.phase_T.dtype.kind in "iu"
@@ -233,7 +233,7 @@ class ArrayTrace(Trace):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """T, L and E."""
+        """Number of steps T, layers L and experts E."""
         return self.heat_TLE.shape
 
     def heat(self, first: int, last: int) -> Counts:

@@ -32,7 +32,7 @@ class TraceStatistics:
     top_tenth_L
         Share of the hottest tenth of the experts.
     drift_L
-        Mean total variation, 0 to 1, between the expert shares in one window and in the next.
+        Mean total variation distance, 0 to 1, between the expert shares in one window and in the next.
     drift_noise_L
         Value of ``drift_L`` that token sampling alone would cause if the shares did not change.
     par_L
@@ -156,13 +156,13 @@ def _shares(sum_LE: Float64) -> Float64:
 
 
 def _variation(first_LE: Float64, second_LE: Float64) -> Float64:
-    """Return the total variation between the expert shares of two windows, float64 ``[L]``."""
+    """Return the total variation distance between the expert shares of two windows, float64 ``[L]``."""
     variation_L: Float64 = 0.5 * np.abs(_shares(first_LE) - _shares(second_LE)).sum(axis=1)
     return variation_L
 
 
 def _expected_variation(total_LE: Float64) -> Float64:
-    """Return the expected total variation between two windows that differ only by token sampling.
+    """Return the expected total variation distance between two windows that differ only by token sampling.
 
     The difference between an expert's two shares is nearly normal, with variance 2p(1-p)/n for n tokens per window.
 

@@ -192,6 +192,6 @@ def _lengths(value: Any, minimum: int) -> tuple[int, ...]:
     lengths = tuple(value)
     if not lengths or not all(type(length) is int and minimum <= length < _MAX_LENGTH for length in lengths):
         raise ValueError(
-            f"{one_line(Exception(value))} are not {'non-negative' if minimum == 0 else 'positive'} lengths"
+            f"expected {'non-negative' if minimum == 0 else 'positive'} lengths, got {one_line(Exception(value))}"
         )
     return lengths

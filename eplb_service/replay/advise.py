@@ -1,4 +1,4 @@
-"""Advise on a deployment by replaying several settings: whether balancing pays off, and which settings to use.
+"""Replay several settings to recommend one, and to determine whether balancing pays off.
 
 All replays are scored on the same steps, so a setting has the same figures in every table.
 """
@@ -222,7 +222,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Rounds of replays that the advice is based on.
+    """Runner for the rounds of replays on which the advice is based.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ class _Rounds:
     start: int
 
     def try_slots(self, schedule: Setup) -> Replay:
-        """Replay every slot count, and again with free moves if the planner sets the move price."""
+        """Replay with every slot count, and again with free moves if the planner sets the move price."""
         setups = [replace(schedule, slots=count, start=self.start) for count in self.slots]
         jobs = self._jobs(setups, self.settings.move_price)
         if self.settings.move_price == AUTO and jobs[-1].external() is None:
@@ -256,7 +256,7 @@ class _Rounds:
         return self._replay(jobs)
 
     def try_schedules(self, near: Setup, steps: int, price: NumberOrAuto) -> Replay:
-        """Replay schedules similar to a setup's, and all move prices under the setup's own schedule.
+        """Replay with schedules similar to a setup's, and with all move prices under the setup's own schedule.
 
         Parameters
         ----------
@@ -351,7 +351,7 @@ def _saved(replay: Replay, alone: Score, score: Score, chosen: Option) -> tuple[
 
 
 def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[str]:
-    """Describe the cost of a slot or, without a cost curve, warn that few tokens may take as long as many."""
+    """Describe the cost of a slot or, if there is no cost curve, warn that few tokens may take as long as many."""
     curve = replay.costs.curve
     if curve is None:
         if tokens_per_expert is None or tokens_per_expert >= _READING_TOKENS:
@@ -369,7 +369,7 @@ def _reading_warnings(replay: Replay, tokens_per_expert: float | None) -> list[s
     if tokens_per_expert is not None and tokens_per_expert < curve.knee_tokens:
         warning += (
             f" An expert gets {tokens_per_expert:.0f} tokens per step on average. A slot takes no longer for "
-            f"{curve.knee_tokens:.0f} tokens than for one, so balancing tokens hardly shortens such steps."
+            f"{curve.knee_tokens:.0f} tokens than for one, so balancing tokens hardly shortens these steps."
         )
     return [warning]
 
@@ -464,8 +464,9 @@ def _left_alone(replay: Replay) -> Score:
 def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
     """If times are known, drop settings with free moves that save less time than settings with priced moves.
 
-    Free moves are tried because the price of the first moves may keep a layer from changing. Free moves may then gain
-    as much as one more slot per rank, at no cost in memory. Settings with priced moves stay ahead of them in the list.
+    Free moves are tried because the price of the first moves may keep a layer from changing. In that case, free moves
+    may gain as much as one more slot per rank, at no cost in memory. In the list, settings with priced moves come
+    before settings with free moves.
     """
     if costs.curve is None and not costs.step_ms:
         return list(options)
@@ -511,12 +512,12 @@ def _price(label: str, settings: PlannerSettings) -> NumberOrAuto:
 
 
 def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[bool, list[str]]:
-    """Return True if the chosen setting pays off, and the reasons.
+    """Decide whether the chosen setting pays off, and return the verdict with its reasons.
 
     The cost curve determines the verdict. Without one, the PAR and the given times do.
     """
     reasons = [
-        f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone leaves about {score.floor:.3f}."
+        f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone causes about {score.floor:.3f}."
     ]
     if alone.moe_ms is not None and chosen.moe_ms is not None and chosen.net_ms is not None:
         return chosen.net_ms > SAME_TIME * alone.moe_ms, [
@@ -548,7 +549,7 @@ def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[
         reasons.append(f"Switching costs as much as balancing saves: {chosen.net_ms:.3f} ms per step, net.")
     elif costs.step_ms:
         reasons.append(
-            f"With the given layer_ms, that saves {chosen.net_ms:.2f} ms per {costs.step_ms:g} ms step, net of "
+            f"With the given layer_ms, balancing saves {chosen.net_ms:.2f} ms per {costs.step_ms:g} ms step, net of "
             "switching costs."
         )
     return pays, reasons

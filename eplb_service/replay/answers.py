@@ -13,7 +13,7 @@ from typing import Any
 
 
 class AnswersError(ValueError):
-    """Answers that cannot be compared. The error message names the file, the problem and the remedy."""
+    """Raised if answers cannot be compared. The error message names the file, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,5 @@ def _read(path: Path) -> dict[str, list[int]]:
         )
     for request, ids in content.items():
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise AnswersError(f"{path}: request {request} has no list of whole token ids")
+            raise AnswersError(f"{path}: request {request} has no list of integer token ids")
     return content

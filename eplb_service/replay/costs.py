@@ -1,4 +1,4 @@
-"""Costs in a replay: the same figures, each with its origin, are used to price decisions and to charge for them."""
+"""Costs in a replay. The same figures price decisions and are charged for them, and each figure states its origin."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Costs:
     Parameters
     ----------
     step_ms
-        Milliseconds per recorded step of the model; 0 if unknown. Plans then take effect at once, and no times are
-        reported.
+        Milliseconds per recorded step of the model; 0 if unknown, in which case plans take effect immediately and no
+        times are reported.
     solve_ms
         Milliseconds from the end of a window to the plan's arrival at the ranks.
     link_bandwidth
@@ -86,7 +86,7 @@ class Costs:
         represents several layers of a plan, so that plans take effect as fast as on the model. Times and bytes still
         cover only the trace's layers.
     bytes_per_expert
-        Size of one expert's weights in one layer, in bytes; 0 if unknown. The planner then assumes a size.
+        Size of one expert's weights in one layer, in bytes; 0 if unknown, in which case the planner assumes a size.
     commit_ms
         Time for which all ranks stall per switched layer, in milliseconds; ``None`` to use the planner's assumption.
     layer_ms
@@ -234,7 +234,7 @@ class Costs:
         ``PICK_UP_PASSES`` passes later. Its parts (see ``part_end``) are then committed one after another:
 
         - Transferring a part takes as long as the busiest rank needs to transfer its experts over its share of the
-          link, rounded up to at least one whole step.
+          link, rounded up to whole steps (at least one).
         - The ranks vote on the part in the next pass whose number is a multiple of ``VOTE_INTERVAL``.
         - ``VOTE_LAG`` passes later, they read the outcome, commit the part and start the next one.
 
@@ -333,12 +333,12 @@ class Costs:
         )
 
     def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
-        """Return the figures that the results depend on; ``given`` contains the names of the user's options."""
+        """Return the figures that the results depend on; ``given`` contains the options that the user set."""
         values = {
             "move_price": f"{self.move_price}",
             "link_bandwidth": f"{self.link_bandwidth:g} GB/s",
             "bytes_per_expert": size_text(self.expert_bytes),
-            "commit_ms": "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms",
+            "commit_ms": "0.5 ms plus a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms",
             "layer_ms": f"{digits(self.layer_ms)} ms" + (" at first" if self.curve is not None else ""),
         }
         if self.step_ms:
@@ -368,6 +368,8 @@ class Costs:
 
 def _curve_assumption(curve: CostCurve | None) -> Assumption:
     if curve is None:
-        return Assumption("cost_curve", "linear: time follows the tokens of the hottest rank", "assumed")
-    fit = "no fit is known" if curve.fit is None else str(curve.fit)
+        return Assumption(
+            "cost_curve", "linear: time is proportional to the hottest rank's tokens", "assumed"
+        )
+    fit = "fit quality unknown" if curve.fit is None else str(curve.fit)
     return Assumption("cost_curve", str(curve), f"{curve.source}; {fit}")

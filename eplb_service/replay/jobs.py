@@ -106,9 +106,9 @@ def setups_of(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[
     Parameters
     ----------
     windows
-        Window lengths: maximum numbers of steps that a decision uses.
+        Window lengths: the maximum number of steps that a decision uses.
     intervals
-        Numbers of steps between decisions.
+        Intervals: the number of steps between decisions.
     slots
         Slots per rank.
 
@@ -138,7 +138,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
     ranks
         R, number of ranks.
     costs
-        Costs of steps and switches. By default, decisions take effect at once, and times are unknown.
+        Costs of steps and switches. By default, decisions take effect immediately, and times are unknown.
     topology
         Nodes and token groups. By default, one node, with different tokens on every rank.
 
@@ -151,7 +151,7 @@ def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None 
 
 
 def check_jobs(jobs: Sequence[Job], trace: Trace, scene: Scene) -> None:
-    """Check that every job can start, before any job is run, and raise the error of the first one that cannot."""
+    """Check that every job can start before any of them runs. Raise the error of the first one that cannot."""
     for job in jobs:
         job.setup.decisions(trace.steps)
         scene.placement(trace, job.setup.slots)
@@ -166,7 +166,7 @@ def replay(trace: Trace, jobs: Sequence[Job], scene: Scene, on_progress: OnProgr
     Parameters
     ----------
     trace
-        Trace whose steps are served, and whose heat decisions are based on.
+        Trace that provides the steps to serve and the heat for decisions.
     jobs
         Policies and baselines, from ``jobs_for``.
     scene
@@ -214,8 +214,8 @@ def replay_file(
 ) -> Replay:
     """Run jobs in several processes or on a Ray cluster, with the same results as ``replay``.
 
-    Ctrl-C stops the work. Policies that have already finished are then returned as an interrupted ``Replay``. If none
-    has finished, ``KeyboardInterrupt`` is raised.
+    Ctrl-C stops the work. The results of the policies that have already finished are returned as an interrupted
+    ``Replay``. If no policy has finished, ``KeyboardInterrupt`` is raised.
 
     Parameters
     ----------
@@ -230,8 +230,8 @@ def replay_file(
     ray
         Address of a Ray cluster to use instead of processes; ``local`` to start one on this machine.
     on_progress
-        Callback for each decision, with the job's label. With several processes, it is only called once a job has
-        finished.
+        Callback for each decision, with the job's label. With several processes, the calls for a job are made after the
+        job has finished.
     """
     trace = file.open()
     workers = min(workers or _default_workers(jobs, trace), len(jobs))
@@ -306,7 +306,7 @@ def sparing(jobs: Iterable[Job], workers: int) -> list[Job]:
 
 
 def _label(setup: Setup, setups: Sequence[Setup]) -> str:
-    """Return the label suffix for a setup, which lists those of its values that differ between setups."""
+    """Return the label suffix for a setup: the values in which the setups differ."""
     texts = {"slots": ", {} slots", "window": ", window {}", "interval": ", interval {}"}
     varied = [name for name in texts if len({getattr(each, name) for each in setups}) > 1]
     return "".join(texts[name].format(getattr(setup, name)) for name in varied)

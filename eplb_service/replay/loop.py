@@ -107,7 +107,7 @@ class _Computed(NamedTuple):
     outlook
         Outlook of the decision.
     cost
-        CPU time of the decision, as the number of steps whose CPU budget pays for it.
+        CPU time of the decision, expressed as the number of steps whose CPU budget covers it.
     """
 
     step: int
@@ -119,7 +119,7 @@ class _Computed(NamedTuple):
 
 
 def run(job: Job, trace: Trace, scene: Scene) -> Iterator[ReplayedDecision]:
-    """Run a job over the trace and yield the results of each interval of its schedule.
+    """Run a job over the trace and yield the results of each interval in its schedule.
 
     Each step of the trace is read once, in order. Only the steps that a decision may use are kept in memory.
     """
@@ -175,11 +175,11 @@ class _Run:
         Parameters
         ----------
         heat_TLE
-            ``[T, L, E]``, past and served steps.
+            ``[T, L, E]``, heat of past steps and of the steps to serve.
         begin
-            Index of the first of these steps in the trace.
+            Index in the trace of the first of these steps.
         step
-            Index of the first step to serve in the trace.
+            Index in the trace of the first step to serve.
         """
         end = begin + len(heat_TLE)
         position = step
@@ -240,7 +240,7 @@ class _Run:
         return served
 
     def _apply_arrived(self, step: int) -> None:
-        """Use the result of a decision that is ready before ``step``, and switch the layers that have arrived."""
+        """Use a decision whose result is ready before ``step``, and switch the layers whose weights have arrived."""
         if self._computed is not None and self._computed.ready_at <= step:
             computed = self._computed
             self._computed = None
@@ -269,7 +269,7 @@ class _Run:
         return held_LRS
 
     def _decide(self, heat_TLE: Counts, step: int) -> ReplayedDecision | None:
-        """Decide on the newest remembered steps, the last of which is just before ``step``.
+        """Make a decision from the steps in memory, the last of which is just before ``step``.
 
         Return ``None`` if heat has changed too recently for a decision, or if weights are in transit and heat has not
         changed.
@@ -349,11 +349,11 @@ class _Run:
             self._session = self._session.after_plan(done=True)
 
     def _steps_paying(self, cpu_began: float) -> float:
-        """Return the CPU time since ``cpu_began``, as the number of steps whose CPU budget pays for it."""
+        """Return the CPU time since ``cpu_began``, expressed as the number of steps whose CPU budget covers it."""
         return 1e3 * (time.process_time() - cpu_began) / self._job.cpu_ms
 
     def _inputs(self, window: Window) -> DecisionInputs:
-        """Return the inputs of a decision on a window of all remembered steps."""
+        """Return the inputs of a decision on a window of all steps in memory."""
         return DecisionInputs(
             window,
             self._serving,
@@ -385,7 +385,7 @@ class _Run:
     def _transfer(self, changed: Layout, step: int, layers_by_gain: Sequence[int]) -> bool:
         """Start a plan, decided just before ``step``, that changes the current layout to ``changed``.
 
-        Return False if no layer has to switch. ``layers_by_gain`` are the layers in the order in which they switch.
+        Return False if no layer has to switch. ``layers_by_gain`` lists the layers in switching order.
         """
         before = self._serving
         moves_LR = arrivals(self._held_LRS, changed.placement.phy2log_LRS)
@@ -405,8 +405,8 @@ class _Run:
         """Return the steps at which a plan's layers take effect, each with the resulting layout.
 
         The planner's policies switch layers in order of gain, and external policies in layer order. All of them switch
-        at the speed of this project's agents. A layer that represents several model layers takes effect when the middle
-        one of these does. The plan ends at the last returned step.
+        at the speed of this project's agents. A trace layer that represents several model layers takes effect when the
+        middle one of them does. The plan ends at the last returned step.
 
         Parameters
         ----------
@@ -417,7 +417,7 @@ class _Run:
         moves_LR
             int64 ``[L, R]``, number of experts that each rank receives.
         order
-            Layers that change, in the order in which they switch.
+            Layers that change, in switching order.
         """
         serving = self._serving
         each_L = self._costs.layers_each(len(order), len(moves_LR))
@@ -440,7 +440,7 @@ class _Run:
         return sorted(layout_at_step.items(), key=lambda item: item[0])
 
     def _run_external(self, window: Window) -> Layout:
-        """Return the layout of an external policy, with default tables if it returns none."""
+        """Return the layout of an external policy, with default tables if the policy returns none."""
         assert self._external is not None
         try:
             placement, log2phy_RLE = run_external_policy(
@@ -503,7 +503,7 @@ class _Run:
 
 
 def _mean_of_layers(par_TL: Float64) -> float:
-    """Return the mean over the layers of each layer's mean PAR per step."""
+    """Return each layer's mean PAR per step, averaged over the layers."""
     return float(mean_par(mean_par(par_TL, axis=0)))
 
 
@@ -512,7 +512,7 @@ def _row(
 ) -> ReplayedDecision:
     """Combine the decisions in an interval and the outcome of its steps into one row.
 
-    If there was no decision, the seen and the planned PAR equal the realised PAR.
+    If there was no decision, ``par_seen`` and ``par_planned`` equal the realised PAR.
 
     Parameters
     ----------

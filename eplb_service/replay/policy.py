@@ -14,7 +14,7 @@ from eplb_core.solver.model import SearchOptions
 
 
 class ReplayError(ValueError):
-    """A replay that cannot be run. The error message states the reason and the remedy."""
+    """Raised if a replay cannot be run. The error message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Setup:
     slots
         Slots per rank.
     window
-        Maximum number of steps that a decision uses. flashlb and its ablations use only the steps since the last change
-        of heat.
+        Maximum number of steps that a decision uses. flashlb and its ablations use only the steps since heat last
+        changed.
     interval
         Number of steps between decisions, or the maximum number for flashlb and its ablations.
     start

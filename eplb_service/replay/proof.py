@@ -1,8 +1,8 @@
-"""Proof that balancing helps: arms served the same steps, compared block by block, each figure with its interval.
+"""Proof that balancing helps: all arms serve the same steps and are compared block by block, with intervals.
 
 The arms are the initial placement (``off``), other balancers, this project's planner (``ours``), the deployment as it
-was recorded, and forced balance. Forced balance gives every rank the same number of tokens, which changes the tokens of
-the model. It is therefore only computed. No placement can gain more, so it is the ceiling.
+was recorded, and forced balance. Forced balance gives every rank the same number of tokens, which changes the model's
+tokens, so it is only computed and never served. No placement can gain more, so forced balance is the upper bound.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ OURS = "ours"
 AS_SERVED = "as served"
 FORCED = "forced balance"
 BLOCKS = 16
-"""Number of blocks of consecutive steps: four groups of four for ABBA. The neighbours of more blocks would be alike."""
+"""Number of blocks of consecutive steps: four groups of four for ABBA. With more blocks, neighbouring blocks would be
+correlated.
+"""
 MIN_STEPS = 64
 """Minimum number of scored steps, four per block."""
 _CHUNK_STEPS = 64
 
 
 class ProofError(ValueError):
-    """A proof that cannot be made. The error message states the reason and the remedy."""
+    """Raised if a proof cannot be made. The error message states the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to balance, scored on all steps.
+    """A way of balancing, scored on all steps.
 
     Parameters
     ----------
     name
         Name in tables and JSON.
     note
-        What the arm does.
+        Description of the arm.
     par_T
         float64 ``[T]``, PAR of each step, averaged over the layers; NaN for a step without tokens.
     us_T
@@ -78,14 +80,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Proof:
-    """Arms that are scored on the same steps.
+    """Comparison of arms that are scored on the same steps.
 
     Parameters
     ----------
     arms
         ``off`` first, then other balancers, ``ours``, the deployment as served if recorded, and forced balance last.
     replay
-        Replay of the arms that are not computed otherwise.
+        Replay that produced ``off``, the other balancers and ``ours``.
     setup
         Slots and schedule of all arms.
     """
@@ -110,9 +112,9 @@ class Proof:
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of each arm, keyed by JSON key.
 
-        ``gain`` is the reduction of PAR compared with ``off`` on the same blocks, ``abba`` the same from blocks that
-        are assigned to one arm each, ``share`` the share of forced balance's gain, and ``above_ours`` the PAR above
-        ours.
+        ``gain`` is the PAR reduction compared with ``off`` on the same blocks. ``abba`` is the same reduction if each
+        block is served by only one of the two arms. ``share`` is the gain as a share of forced balance's gain.
+        ``above_ours`` is the arm's PAR minus the PAR of ``ours``.
         """
         off, ceiling = self.arms[0], self.arms[-1]
         off_B, ours_B = self.par_B(off), self.par_B(self.arm(OURS))
@@ -138,7 +140,7 @@ class Proof:
         return rows
 
     def _saved_ms(self, off: Arm, arm: Arm) -> Estimate | None:
-        """Return the milliseconds per step that an arm saves; ``None`` without a cost curve."""
+        """Return the milliseconds per step that an arm saves; ``None`` if there is no cost curve."""
         if off.us_T is None or arm.us_T is None:
             return None
         return interval(block_means(off.us_T - arm.us_T) / 1e3)
@@ -152,7 +154,7 @@ def prove(
     workers: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Proof:
-    """Replay all arms along a trace, and add the arms that need no replay.
+    """Replay the arms on a trace, and add the arms that need no replay.
 
     Parameters
     ----------
@@ -175,7 +177,7 @@ def prove(
     ProofError
         If there are too few steps after the first window.
     KeyboardInterrupt
-        If an arm has not finished.
+        If the replay was interrupted before every arm had finished.
     """
     replay = replay_file(file, jobs, scene, workers=workers, on_progress=on_progress)
     if replay.interrupted:
@@ -243,7 +245,7 @@ def _replayed(policy: PolicyReplay, note: str, name: str = "") -> Arm:
 
 
 def as_served(trace: Trace, setup: Setup, scene: Scene) -> Arm | None:
-    """Return the deployment as it was recorded, or ``None`` if the trace does not record its loads for this shape."""
+    """Return the arm of the recorded deployment, or ``None`` if the trace has no rank loads recorded for this shape."""
     shape = (trace.facts.ranks, trace.facts.slots)
     if shape != (scene.topology.ranks, setup.slots):
         return None
@@ -258,11 +260,13 @@ def as_served(trace: Trace, setup: Setup, scene: Scene) -> Arm | None:
         for placements in trace.served_placements(setup.first, trace.steps)
         for before_RS, after_RS in pairwise(placements)
     )
-    return Arm(AS_SERVED, "what the deployment did while it was recorded", np.concatenate(par_T), None, moves)
+    return Arm(
+        AS_SERVED, "the deployment's balance and moves as recorded", np.concatenate(par_T), None, moves
+    )
 
 
 def forced_balance(trace: Trace, setup: Setup, scene: Scene) -> Arm:
-    """Return the ceiling: each step's tokens dealt over all slots, so that ranks differ by at most one token."""
+    """Return the upper bound: each step's tokens are dealt out to all slots, so ranks differ by at most one token."""
     ranks = scene.topology.ranks
     curve = scene.costs.curve
     par, us = [], []
@@ -273,7 +277,7 @@ def forced_balance(trace: Trace, setup: Setup, scene: Scene) -> Arm:
     us_T = None if curve is None else np.concatenate(us)
     return Arm(
         FORCED,
-        "every rank gets the same tokens; computed, since it changes tokens",
+        "every rank gets the same number of tokens; only computed, because it changes the model's tokens",
         np.concatenate(par),
         us_T,
     )
@@ -283,7 +287,7 @@ def _forced(heat_TLE: Counts, ranks: int, slots: int, curve: CostCurve | None) -
     """Return the PAR and the slowest rank's time of each step and layer under forced balance, float64 ``[T, L]``."""
     tokens_TL = heat_TLE.sum(axis=2, dtype=np.float64)
     each_TL = np.floor(tokens_TL / (ranks * slots))
-    # The remainder is dealt over the ranks in turn, so the busiest rank has this many slots with one more token.
+    # The remainder is dealt out to the ranks in turn, so this many slots of the busiest rank get one extra token.
     fuller_TL = np.ceil((tokens_TL - each_TL * ranks * slots) / ranks)
     busiest_TLS = each_TL[..., None] + (np.arange(slots) < fuller_TL[..., None])
     par_TL = peak_par(busiest_TLS.sum(axis=2), tokens_TL, ranks)
@@ -320,7 +324,7 @@ def block_means(values_T: Float64) -> Float64:
 def abba(base_B: Float64, arm_B: Float64) -> Float64:
     """Return the gain of each group of four blocks, served in the order base, arm, arm, base, float64 ``[B / 4]``.
 
-    A linear trend of the load cancels in each group.
+    A linear trend in the load cancels out within each group.
 
     Examples
     --------
@@ -336,10 +340,10 @@ def abba(base_B: Float64, arm_B: Float64) -> Float64:
 
 
 def interval(values_B: Float64) -> Estimate:
-    """Return the mean of the blocks' values and its 95 % interval by Student's t.
+    """Return the mean of the blocks' values and its 95 % interval from Student's t-distribution.
 
-    If neighbouring blocks are correlated, the interval is computed for the number of independent blocks that carry the
-    same information as a first-order autoregressive process. The correlation is corrected for its bias in short series.
+    Correlated blocks are modelled as a first-order autoregressive process, and the interval is computed for the number
+    of independent blocks that carry the same information. The correlation is corrected for its bias in short series.
 
     Examples
     --------

@@ -52,7 +52,7 @@ class ReplayedDecision:
         float64 ``[L]``, time of each layer's slowest rank in microseconds, averaged over the served steps with tokens;
         ``None`` if there is no cost curve.
     par_T
-        float64 ``[T]``, PAR of each served step, averaged over the layers with tokens; NaN if there are none.
+        float64 ``[T]``, PAR of each served step, averaged over the layers with tokens; NaN if no layer has tokens.
     us_T
         float64 ``[T]``, time of the slowest ranks of all layers in each served step, in microseconds; ``None`` if there
         is no cost curve.
@@ -257,7 +257,7 @@ class Replay:
     costs
         Costs used to price the decisions and to charge for them.
     interrupted
-        True if the replay was stopped early. It then contains only the policies that had finished.
+        True if the replay was stopped early. In that case, it contains only the policies that had finished.
     """
 
     first: int

@@ -20,11 +20,11 @@ from eplb_service.io.containers import Array
 from eplb_service.io.trace import Trace
 
 _STEPS_READ = 8
-"""Number of steps whose source heat is read at a time. In a large deployment, it takes megabytes per step."""
+"""Number of steps whose source heat is read at a time. In a large deployment, source heat takes megabytes per step."""
 
 
 def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str) -> Float64:
-    """Return the tokens that each rank receives in some steps of a trace, float64 ``[t, L, R]``.
+    """Return the tokens that each rank receives in a range of a trace's steps, float64 ``[t, L, R]``.
 
     If the trace has as many source ranks as the placement has ranks, each token goes to the slot given by its source
     rank's table, and the entries of dealing tables are used in turn. Otherwise, each token's source is drawn uniformly
@@ -37,7 +37,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
     heat_TLE
         ``[t, L, E]``, heat of the steps.
     first
-        Index of the first of these steps in the trace.
+        Index in the trace of the first of these steps.
     serving
         Layout in effect during the steps.
     split
@@ -58,7 +58,7 @@ def served_loads(trace: Trace, heat_TLE: Counts, first: int, serving: Layout, sp
 def served_us(
     trace: Trace, heat_TLE: Counts, first: int, serving: Layout, split: str, curve: CostCurve
 ) -> Float64:
-    """Return the time of each layer's slowest rank in some steps of a trace, float64 ``[t, L]`` in microseconds.
+    """Return the time of each layer's slowest rank in a range of a trace's steps, float64 ``[t, L]`` in microseconds.
 
     The time is NaN for a layer without tokens. It does not include the computation of a stepwise split.
 
@@ -95,7 +95,7 @@ def _sources(trace: Trace, first: int, end: int) -> Iterator[Array]:
 
 
 def _dealt_loads(source_TRLE: Array, destination_RLED: npt.NDArray[np.integer], destinations: int) -> Float64:
-    """Return the loads as ``_loads_from_sources`` does, but with each source using its D entries in turn."""
+    """Compute the loads like ``_loads_from_sources``, but with each source rank using its D entries in turn."""
     width = destination_RLED.shape[3]
     loads = [
         _loads_from_sources(dealt_to(source_TRLE, entry, width), destination_RLED[..., entry], destinations)
@@ -115,7 +115,7 @@ def _loads_from_sources(
     source_TRLE
         ``[T, R, L, E]``, tokens by source rank.
     destination_RLE
-        ``[R, L, E]``, destination of each source rank's tokens of each expert.
+        ``[R, L, E]``, destination of the tokens that each source rank sends to each expert.
     destinations
         X, number of destinations.
     """

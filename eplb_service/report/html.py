@@ -35,7 +35,7 @@ def figure(picture: str, note: str) -> str:
 
 
 def tiles(values: Mapping[str, str]) -> str:
-    """Return figures as tiles, keyed by label."""
+    """Return tiles for the figures, which are keyed by label."""
     boxes = (f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in values.items())
     return f'<div class="tiles">{"".join(boxes)}</div>'
 

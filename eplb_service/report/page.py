@@ -53,13 +53,13 @@ def report_page(
     best = best_policy(replay)
     score = replay.score(best)
     notes = {
-        "par.svg": "Load of the hottest rank over the mean rank in each step, mean over steps and layers; 1 is "
-        "perfect. The floor is approximately the PAR that token sampling gives a perfectly balanced placement.",
+        "par.svg": "Load of the hottest rank over the mean rank load in each step, averaged over steps and layers; 1 "
+        "is perfect. The floor is approximately the PAR that token sampling gives a perfectly balanced placement.",
         "ranks.svg": f"By layer, in the steps of the last decision: with the initial placement, and with {best.label}.",
         "layers.svg": f"After each decision: with the initial placement, and with {best.label}.",
         "moves.svg": "Slots that received another expert's weights, per interval.",
-        "pareto.svg": "Down and to the left is better. The line connects the policies that no other policy beats in "
-        f"both. With the initial placement, PAR is {score.par_left_alone:.3f} and nothing moves.",
+        "pareto.svg": "Down and to the left is better. The line connects the policies that no other policy beats on "
+        f"both axes. With the initial placement, PAR is {score.par_left_alone:.3f} and nothing moves.",
     }
     pictures = pictures_of(replay)
     assumed_costs = {

@@ -69,7 +69,7 @@ def proof_page(
         folded("Arms", notes),
         figure(
             _chart(proof),
-            "Load of the hottest rank over the mean rank, mean over the steps of each block and layers.",
+            "Load of the hottest rank over the mean rank load, averaged over the layers and the steps of each block.",
         ),
         bullets("How this was measured, and its limits", method(proof)),
         folded("Assumptions behind times and prices", costs),
@@ -108,7 +108,7 @@ def text_rows(proof: Proof) -> list[dict[str, str]]:
 
 
 def conclusions(proof: Proof, answers: Answers | None = None, measured: str = "") -> Iterator[str]:
-    """Yield the conclusions, one sentence or two each.
+    """Yield the conclusions, each in one or two sentences.
 
     Parameters
     ----------
@@ -151,23 +151,23 @@ def conclusions(proof: Proof, answers: Answers | None = None, measured: str = ""
 
 
 def method(proof: Proof) -> Iterator[str]:
-    """Yield the method of a proof and its limits, a paragraph each."""
+    """Yield the method and the limits of a proof, one paragraph at a time."""
     replay = proof.replay
     yield (
-        "Every arm serves every step of the same recorded heat. It decides on past steps only, and is scored on the "
-        f"steps after its decision. The first {replay.first:,} steps are the first window and are not scored."
+        "Every arm serves every step of the same recorded heat. Its decisions use only past steps, and it is scored "
+        f"on the steps after each decision. The first {replay.first:,} steps are the first window and are not scored."
     )
     yield (
         f"The scored steps form {BLOCKS} blocks of consecutive steps. A gain is the mean reduction of PAR "
-        "between two arms on the same block. After ± is half of its 95 % interval: Student's t over the blocks, "
-        "widened if neighbouring blocks are alike."
+        "between two arms on the same block. The figure after ± is half of its 95 % interval: Student's t over the "
+        "blocks, widened if neighbouring blocks are correlated."
     )
     yield (
         "ABBA is the same gain if only one arm could serve at a time, as on a live system. In each group of four "
         "blocks, the arms serve in the order off, arm, arm, off, so that a steady trend of the load cancels."
     )
     yield (
-        "Forced balance deals each step's tokens evenly over the ranks. It would change the model's tokens, so it is "
+        "Forced balance deals each step's tokens out evenly to the ranks. It would change the model's tokens, so it is "
         "computed and never run. Share is an arm's gain divided by that of forced balance. Because of token sampling, "
         f"no placement with tables has a PAR below about {_floor(proof):.3f}."
     )

@@ -1,4 +1,4 @@
-"""Figures of a deployment as text. ``eplb status``, ``eplb top`` and the web page show the same ones.
+"""Figures of a deployment as text. ``eplb status``, ``eplb top`` and the web page all show these figures.
 
 Figures that are unknown are omitted.
 """
@@ -12,7 +12,7 @@ from eplb_core.figures import digits, duration_text, ratio_text, size_text
 from eplb_core.wire.generated import operator_pb2
 
 _IDLE_SECONDS = 30.0
-"""Age of the newest step, in seconds, above which its age is shown."""
+"""Age of the newest step, in seconds, above which the age is shown."""
 
 
 class Figure(NamedTuple):
@@ -101,7 +101,7 @@ def _cost(status: operator_pb2.DeploymentStatus) -> Iterator[Figure]:
 def _price(price: operator_pb2.MovePrice) -> Figure:
     """Return the price of moves as time if known, otherwise as the PAR reduction that pays for moving all slots."""
     if not price.HasField("ms_per_move"):
-        note = f"to be gained by moving every slot of a layer; {price.kind}"
+        note = f"gain required to move every slot of a layer; {price.kind}"
         return Figure("move price", f"{digits(100 * price.price)} % of PAR", note)
     by_size = f"{digits(price.ms_per_megabyte)} ms per MB, " if price.HasField("ms_per_megabyte") else ""
     note = f"{by_size}{digits(price.ms_per_switch)} ms per switch; {price.kind}"

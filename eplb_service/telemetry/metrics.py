@@ -29,9 +29,10 @@ Balance:
   gauge eplb_deployment_noise_floor{deployment} Mean of eplb_noise_floor over the layers.
   gauge eplb_hottest_rank{deployment} Rank with the most tokens over all layers, in the newest steps.
   gauge eplb_hottest_layer{deployment} Layer with the highest realised ratio.
-  gauge eplb_redundant_bytes_per_rank{deployment} Weights in the redundant slots of a rank, over all layers; absent if
-    the size of an expert is unknown.
-  gauge eplb_rank_load{deployment,rank} Tokens of a rank over the mean rank, mean over the layers, in the newest steps.
+  gauge eplb_redundant_bytes_per_rank{deployment} Size of the weights in a rank's redundant slots, over all layers;
+    absent if the size of an expert is unknown.
+  gauge eplb_rank_load{deployment,rank} Tokens of a rank divided by the mean over all ranks, averaged over the layers,
+    in the newest steps.
   gauge eplb_deployment_gain{deployment} Forecast reduction of the peak-to-average ratio compared with the initial
     layout, until the next decision.
   gauge eplb_deployment_gain_low{deployment} Lower end of the 95 % interval of eplb_deployment_gain.
@@ -39,23 +40,24 @@ Balance:
 Gain of balancing:
   gauge eplb_deployment_par_left_alone{deployment} Peak-to-average ratio that the newest steps would have had with the
     initial layout, mean over the layers.
-  gauge eplb_deployment_par_gain_ratio{deployment} Fraction by which balancing lowered the ratio of these steps.
-  gauge eplb_gain_verdict_info{deployment,verdict} Constant 1. The verdict is helps or costs if time was measured across
-    switches, no gain, not measurable if step time does not follow balance, or not measured.
-  gauge eplb_gain_switches{deployment} Switches with measured step times before and after them.
+  gauge eplb_deployment_par_gain_ratio{deployment} Fraction by which balancing lowered the peak-to-average ratio of
+    the newest steps.
+  gauge eplb_gain_verdict_info{deployment,verdict} Constant 1. Verdicts: helps, costs or no gain (time was measured
+    across switches), not measurable (step time does not follow balance), or not measured.
+  gauge eplb_gain_switches{deployment} Number of switches before and after which step times were measured.
   gauge eplb_gain_seconds{deployment} Time per step that balancing saves, measured across switches; absent if it was not
     measured.
   gauge eplb_gain_low_seconds{deployment} Lower end of the 99 % interval of eplb_gain_seconds.
   gauge eplb_gain_high_seconds{deployment} Upper end of the 99 % interval of eplb_gain_seconds.
-  gauge eplb_gain_ranks{deployment} Number of ranks that do as much work as the measured gain saves.
+  gauge eplb_gain_ranks{deployment} Measured gain as a number of ranks: how many ranks do the work that it saves.
   gauge eplb_gain_tokens_per_second{deployment} Measured gain as throughput, in tokens per second.
   gauge eplb_step_seconds{deployment} Wall time of a step as measured by the ranks' hosts, without waits for requests.
-  gauge eplb_move_price{deployment} Fraction of its ratio that a layer must gain to have every slot moved, in the last
-    decision.
+  gauge eplb_move_price{deployment} Fraction by which a layer's ratio must fall to justify moving every slot, in the
+    last decision.
   gauge eplb_move_cost_seconds{deployment} Time that steps lose for each expert that a rank receives, in the last
     decision; absent if it is assumed.
-  gauge eplb_move_cost_seconds_per_byte{deployment} The same time for each byte of weights; absent if the size of an
-    expert is unknown.
+  gauge eplb_move_cost_seconds_per_byte{deployment} Time that steps lose for each byte of weights that a rank receives;
+    absent if the size of an expert is unknown.
   gauge eplb_switch_cost_seconds{deployment} Time that the model waits for the switch of one layer, in the last
     decision.
   gauge eplb_move_price_info{deployment,price} Constant 1. The move price is measured, partly measured, stated or
@@ -64,8 +66,9 @@ Decisions and plans:
   counter eplb_decisions{deployment,result} Decisions by result: plan, kept, dropped or failed.
   counter eplb_plans{deployment,outcome} Offered plans by outcome.
   histogram eplb_solve_seconds{deployment} Time to compute one decision.
-  histogram eplb_transfer_seconds{deployment} Time in which a rank staged the experts of one layer.
-  histogram eplb_commit_seconds{deployment} Pause of a rank's model during a commit, divided by the committed layers.
+  histogram eplb_transfer_seconds{deployment} Time that a rank took to stage the experts of one layer.
+  histogram eplb_commit_seconds{deployment} Pause of a rank's model during a commit, divided by the number of committed
+    layers.
   counter eplb_layers_switched{deployment} Layers whose switch was committed.
   counter eplb_moves{deployment} Experts moved by committed switches.
   counter eplb_moved_bytes{deployment} Bytes of weights moved by committed switches.
@@ -76,22 +79,24 @@ Agents and heat:
   gauge eplb_agents_connected{deployment} Ranks with a live stream.
   gauge eplb_agents_expected{deployment} Ranks of the group.
   gauge eplb_agents_halted{deployment} Ranks that no longer take part in balancing.
-  gauge eplb_agent_silent_seconds{deployment} Longest time since the last message of any connected rank.
+  gauge eplb_agent_silent_seconds{deployment} Longest time since the last message from any connected rank.
   gauge eplb_agent_staging_bytes{deployment} Memory for staged experts of a rank, maximum over the connected ranks;
     absent if no rank reports it.
   gauge eplb_agent_heat_ring_bytes{deployment} Memory for the heat counters of a rank's layers, maximum over the
     connected ranks; absent if no rank reports it.
-  counter eplb_steps_received{deployment} Steps with the heat of every rank.
+  counter eplb_steps_received{deployment} Steps for which every rank reported its heat.
   counter eplb_steps_lost{deployment} Steps for which the heat of at least one rank is missing.
-  gauge eplb_empty_steps{deployment} Consecutive newest steps in which no rank counted a token, although these were
-    not dummy steps.
-  gauge eplb_dummy_steps{deployment} Consecutive newest steps that were dummies on all ranks.
+  gauge eplb_empty_steps{deployment} Number of consecutive steps, up to the newest, in which no rank counted a token
+    although they were not dummy steps.
+  gauge eplb_dummy_steps{deployment} Number of consecutive steps, up to the newest, that were dummy steps on all
+    ranks.
   gauge eplb_dropped_steps{deployment} Steps that connected agents have dropped since their Hello, over all ranks.
-  gauge eplb_heat_one_in{deployment} N if ranks send one of N reports; above 1 if the service cannot process more heat.
-  counter eplb_agent_calls{deployment} Calls of the agents by their hosts between forward passes, over all ranks.
-  counter eplb_agent_call_seconds{deployment} Time that these calls took from the models, over all ranks.
-  counter eplb_agent_vote_seconds{deployment} Share of that time in votes, that is, waits for the slowest rank, and
-    commits.
+  gauge eplb_heat_one_in{deployment} N if ranks send one in N reports; above 1 if the service cannot process more heat.
+  counter eplb_agent_calls{deployment} Calls that hosts made to their agents between forward passes, over
+    all ranks.
+  counter eplb_agent_call_seconds{deployment} Time that agent calls cost the models, over all ranks.
+  counter eplb_agent_vote_seconds{deployment} Part of the agents' call time spent on votes, that is, on waiting for the
+    slowest rank, and on commits.
 The service:
   gauge eplb_build_info{version} Constant 1, with the running version as a label.
   gauge eplb_leader_term{} Leader term of this service. Ranks follow the service with the highest term.
@@ -103,7 +108,7 @@ The service:
   counter eplb_operator_calls{call,result} Operator commands by result: done or failed. The log names the caller.
   gauge eplb_heat_memory_bytes{} Memory limit for the heat of all deployments.
   counter eplb_store_failures{} Failed writes to the store.
-  gauge eplb_store_failing{} 1 while the store cannot be written, so that a restart would lose data.
+  gauge eplb_store_failing{} 1 while the service cannot write to the store, so that a restart would lose data.
   gauge eplb_certificate_expiry_seconds{file} Time until the first certificate of tls_cert or tls_client_ca expires.
   gauge eplb_certificate_expires_soon{file} 1 if a certificate expires within 14 days, or within a quarter of its
     validity if that is shorter.

@@ -49,7 +49,7 @@ class Metadata:
         return [tensor for tensor in tensors if tensor is not None]
 
     def to_physical(self, layer_id, ids_TK):
-        """Map ids as ``_topk_ids_logical_to_physical_static`` does, or as ``_dynamic`` does without an all-to-all."""
+        """Map ids like ``_topk_ids_logical_to_physical_static``, or ``_dynamic`` without an all-to-all backend."""
         if self.logical_to_rank_dispatch_physical_map is not None:
             return self.logical_to_rank_dispatch_physical_map[layer_id][ids_TK]
         row_T1 = torch.arange(ids_TK.shape[0])[:, None]
@@ -84,7 +84,10 @@ class LazyValue:
 
 
 class Model(torch.nn.Module):
-    """Model whose expert weights equal the expert number plus 100 times the layer. One of two tensors is transposed."""
+    """Model whose expert weights equal the expert number plus 100 times the layer number.
+
+    One of each layer's two tensors is transposed.
+    """
 
     def __init__(self, rank):
         super().__init__()

@@ -45,7 +45,7 @@ def releases(*names):
 
 
 def fingerprints_of(engine, release):
-    """Write ``BODY`` as the engine's source and return its fingerprints under this release."""
+    """Write ``BODY`` as the engine's source and return its fingerprints, listed under this release."""
     engine(BODY)
     return {release: {TARGET: compat.fingerprint(TARGET)}}
 
@@ -65,7 +65,7 @@ def test_comments_and_docstrings_do_not_change_a_fingerprint(engine):
         ("", "is missing"),
     ],
 )
-def test_a_changed_function_is_named(engine, source, difference):
+def test_a_changed_function_is_named_in_the_error(engine, source, difference):
     fingerprints = fingerprints_of(engine, "1.2")
     engine(source)
     with pytest.raises(UnsupportedEngineError, match=r"toy_engine:State\.step") as refusal:
@@ -90,7 +90,7 @@ GONE = ""
         (GONE, {}, True),
     ],
 )
-def test_a_changed_function_can_be_allowed_unless_it_no_longer_fits_a_patch(engine, source, patches, fits):
+def test_a_changed_function_can_be_allowed_if_its_patch_still_fits(engine, source, patches, fits):
     fingerprints = fingerprints_of(engine, "1.2")
     engine(source)
     with pytest.raises(UnsupportedEngineError) as refusal:
@@ -99,7 +99,7 @@ def test_a_changed_function_can_be_allowed_unless_it_no_longer_fits_a_patch(engi
     assert ("no longer fit toy_engine:State.step" in str(refusal.value)) is not fits
     if fits:
         differs = compat.require("Toy", "1.2.3", fingerprints, patches, allow_unverified=True)
-        assert differs.startswith("running with Toy 1.2.3 unverified: functions that")
+        assert differs.startswith("Toy 1.2.3 is unverified: functions that")
         assert "State.step" in differs
     else:
         with pytest.raises(UnsupportedEngineError):
@@ -107,14 +107,16 @@ def test_a_changed_function_can_be_allowed_unless_it_no_longer_fits_a_patch(engi
 
 
 def test_an_unknown_release_is_rejected_with_a_list_of_known_ones():
-    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tested.*Install Toy 1\.4, 1\.12"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"Toy 2\.0\.1.*not been tested.*Install Toy 1\.4, 1\.12"
+    ):
         compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}}, {})
 
 
 @pytest.mark.parametrize(
     ("version", "release"),
     [
-        # The known release is two numbers: patch releases belong to it.
+        # The known release has two components, so its patch releases belong to it.
         ("0.25", "0.25"),
         ("0.25.0", "0.25"),
         ("0.25.1", "0.25"),
@@ -124,7 +126,7 @@ def test_an_unknown_release_is_rejected_with_a_list_of_known_ones():
         ("v0.25.1", "0.25"),
         ("0.250.1", "0.250.1"),
         ("0.2.5", "0.2.5"),
-        # The known release is three numbers: only it, its suffixes and its own patches belong to it.
+        # The known release has three components, so only versions that begin with them belong to it.
         ("0.5.23", "0.5.23"),
         ("0.5.23.post1", "0.5.23"),
         ("0.5.23.post12+cu13", "0.5.23"),
@@ -138,22 +140,22 @@ def test_an_unknown_release_is_rejected_with_a_list_of_known_ones():
         ("0.5.2.post23", "0.5.2"),
         ("0.5", "0.5"),
         ("0.5.dev23", "0.5"),
-        # If two known releases fit, the longer one is closer.
+        # If a version begins with two known releases, it belongs to the longer one.
         ("0.27.1", "0.27.1"),
         ("0.27.1.post1", "0.27.1"),
         ("0.27.10", "0.27"),
         ("0.27.0", "0.27"),
-        # Four numbers.
+        # The known release has four components.
         ("1.4.0.2", "1.4.0.2"),
         ("1.4.0.2.post1", "1.4.0.2"),
         ("1.4.0.3", "1.4.0.3"),
-        # Trailing zeros are equal to none.
+        # Trailing zeros make no difference.
         ("2", "2.0"),
         ("2.0.0.0", "2.0"),
         ("dev", ""),
     ],
 )
-def test_a_version_belongs_to_the_release_whose_numbers_it_begins_with(version, release):
+def test_a_version_belongs_to_the_release_whose_components_it_begins_with(version, release):
     known = releases("0.25", "0.5.23", "0.27", "0.27.1", "1.4.0.2", "2.0")
     assert compat.release_of(version, known) == release
 
@@ -167,13 +169,13 @@ def test_suffixes_of_a_known_release_are_accepted_if_its_functions_are_the_same(
         UnsupportedEngineError, match=r"changed since 0\.5\.23: toy_engine:State\.step"
     ) as refusal:
         compat.require("Toy", version, fingerprints, EXACT)
-    assert "never tested" not in str(refusal.value)
+    assert "not been tested" not in str(refusal.value)
 
 
-def test_an_engine_can_be_known_by_patch_release(engine):
+def test_a_known_release_may_have_a_patch_number(engine):
     fingerprints = fingerprints_of(engine, "0.5.23")
     compat.require("Toy", "0.5.23+cu13", fingerprints, {})
-    with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tested.*Install Toy 0\.5\.23"):
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 0\.5\.24.*not been tested.*Install Toy 0\.5\.23"):
         compat.require("Toy", "0.5.24", fingerprints, {})
 
 
@@ -207,17 +209,17 @@ def test_an_unknown_release_is_compared_with_the_nearest_one(version, release):
         ("0.5.9", "0.5.21"),
     ],
 )
-def test_the_nearest_release_of_three_numbers_is_found_without_suffixes(version, release):
+def test_suffixes_are_ignored_when_finding_the_nearest_release_with_three_components(version, release):
     known = releases("0.5.21", "0.5.22", "0.5.23")
     assert compat.nearest(version, known) == release
 
 
-def test_the_nearest_release_of_four_numbers_is_found():
+def test_the_nearest_release_with_four_components_is_found():
     assert compat.nearest("1.4.0.7", releases("1.4.0.2", "1.4.0.9")) == "1.4.0.9"
     assert compat.nearest("1.4.0.5", releases("1.4.0.2", "1.4.0.9")) == "1.4.0.2"
 
 
-def test_known_releases_are_listed_in_order():
+def test_an_error_lists_the_known_releases_in_version_order():
     known = releases("0.5.23", "0.5.9", "0.5.23.1", "0.12")
     with pytest.raises(UnsupportedEngineError, match=r"Install Toy 0\.5\.9, 0\.5\.23, 0\.5\.23\.1, 0\.12 or"):
         compat.require("Toy", "3.0", known, {})
@@ -227,7 +229,7 @@ def test_an_unknown_release_can_be_tried_if_patches_still_fit(engine):
     fingerprints = {"1.9": {}} | fingerprints_of(engine, "1.12")
     with pytest.raises(UnsupportedEngineError, match=r"not changed since 1\.12\..*ALLOW_UNVERIFIED"):
         compat.require("Toy", "1.11", fingerprints, EXACT)
-    assert "never tested" in compat.require("Toy", "1.11", fingerprints, EXACT, allow_unverified=True)
+    assert "not been tested" in compat.require("Toy", "1.11", fingerprints, EXACT, allow_unverified=True)
     engine(BODY.replace("def step", "def advance"))
     with pytest.raises(UnsupportedEngineError, match=r"changed since 1\.12: toy_engine:State") as refusal:
         compat.require("Toy", "1.11", fingerprints, EXACT, allow_unverified=True)
@@ -297,7 +299,7 @@ def eplb_log():
 
 
 def test_the_agents_log_records_use_the_engines_handlers(eplb_log):
-    """vLLM configures only its own loggers, so other records are lost and warnings have no prefix."""
+    """vLLM configures only its own loggers, so it would drop other records or log them without its prefix."""
     records = []
     handler = logging.Handler()
     engine = logging.getLogger("toy_engine")

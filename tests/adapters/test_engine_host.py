@@ -53,7 +53,7 @@ def test_the_heat_of_a_pass_is_written_to_its_row_by_logical_expert(on_host):
 
 
 @EVERYWHERE
-def test_a_split_pass_counts_once_and_a_failed_pass_does_not_count(on_host):
+def test_a_pass_in_pieces_is_counted_once_and_a_failed_pass_is_not_counted(on_host):
     rings = rings_of(3, on_host)
     complete = [0, 1, 2]
     split = [0, 0, 1, 1, 2, 2]

@@ -61,7 +61,7 @@ def test_an_unknown_release_stops_the_engine(monkeypatch, sglang):
 
 
 @pytest.mark.parametrize(("enabled", "draft"), [(False, False), (True, True)])
-def test_sglang_keeps_its_host_for_models_that_are_not_balanced(sglang, enabled, draft):
+def test_sglang_keeps_its_own_manager_for_models_that_are_not_balanced(sglang, enabled, draft):
     sglang.moe.enable_eplb = enabled
     calls = []
     hooks._make_host(calls.append, SimpleNamespace(is_draft_worker=draft))

@@ -39,7 +39,7 @@ def test_unsupported_options_are_rejected_by_name(changes, message):
     assert message in str(refusal.value)
 
 
-def test_only_an_unverified_backend_can_be_allowed():
+def test_allowing_unverified_engines_accepts_only_untested_backends():
     for changes in ({}, {"dispatch": "static", "all_to_all": "deepep"}, {"all_to_all": "deepep"}):
         replace(PLAIN, **changes).check(allow_unverified=False)
     replace(PLAIN, all_to_all="mori").check(allow_unverified=True)
@@ -75,7 +75,7 @@ def started(dispatch, columns=fakes.PHYSICAL):
 
 
 def consistent(runner, metadata, rank):
-    """Return True if dispatch, all maps and the weights agree on the expert of each slot."""
+    """Return True if dispatch, all maps and the weights agree on the expert in each slot."""
     ids_TK = torch.arange(fakes.EXPERTS).repeat(20, 1)
     for layer_id in MOE_LAYERS:
         phy2log_P = metadata.physical_to_logical_map[layer_id]
@@ -151,7 +151,7 @@ def count_own_slots():
     assert host._heat.sources_LWE is None
 
 
-def test_counts_of_only_the_ranks_own_slots_are_used_unchanged():
+def test_counts_that_cover_only_the_ranks_own_slots_are_used_unchanged():
     run_ranks(fakes.RANKS, count_own_slots)
 
 
@@ -230,11 +230,11 @@ class RoutesInside(torch.nn.Module):
     ("change", "message"),
     [
         (lambda model, _: delattr(model, "routed_experts_weights_of_layer"), "locations and weights"),
-        (lambda model, _: model.register_buffer("w13_lora_b", ROWS[:-1]), "w13_lora_b per expert"),
+        (lambda model, _: model.register_buffer("w13_lora_b", ROWS[:-1]), "per-expert .*w13_lora_b"),
         (lambda model, _: setattr(model, "topk", RoutesInside()), "topk leaves routing to a kernel"),
         (lambda _, recorder: delattr(recorder._single_pass_gatherers["primary"], "_data"), "heat counted by"),
         (lambda model, _: model.routed_experts_weights_of_layer[2].append(ROWS), "experts of layer 2"),
-        (lambda model, _: model.routed_experts_weights_of_layer[1].append(ROWS[:-1, :3]), "without gaps"),
+        (lambda model, _: model.routed_experts_weights_of_layer[1].append(ROWS[:-1, :3]), "contiguous slots"),
     ],
 )
 def test_a_model_that_cannot_be_balanced_is_rejected(change, message):

@@ -1,4 +1,4 @@
-"""SGLang 0.5.21 and 0.5.22 are accepted, except where they do not use the expert tables, and their options differ."""
+"""SGLang 0.5.21 and 0.5.22: their options, and the refusal of anything that bypasses the expert tables."""
 
 import linecache
 import sys
@@ -55,9 +55,9 @@ def runner(device="cuda", *, speculative=False):
     ("runner", "all_to_all", "reason"),
     [
         (runner(), "deepep", None),
-        (runner(), "none", r"without an all-to-all\. In most models .*--moe-a2a-backend deepep"),
-        (runner("cpu"), "deepep", r"on cpu\. This release maps chosen experts to slots on GPUs only"),
-        (runner("npu"), "deepep", r"on npu\. This release maps"),
+        (runner(), "none", r"without an all-to-all backend\. In most models, .*--moe-a2a-backend deepep"),
+        (runner("cpu"), "deepep", r"on cpu\. This release does not map chosen experts to slots"),
+        (runner("npu"), "deepep", r"on npu\. This release does not map"),
         (
             runner(speculative=True),
             "deepep",
@@ -66,7 +66,7 @@ def runner(device="cuda", *, speculative=False):
     ],
     ids=["cuda", "no all-to-all", "cpu", "npu", "speculative"],
 )
-def test_what_does_not_use_the_tables_is_refused_in_older_releases(runner, all_to_all, reason, release):
+def test_runners_that_bypass_the_tables_are_refused_in_older_releases(runner, all_to_all, reason, release):
     if reason is None or release == "0.5.23":
         refuse_runner(release, runner, all_to_all)
     else:
@@ -78,7 +78,7 @@ def test_what_does_not_use_the_tables_is_refused_in_older_releases(runner, all_t
 
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
-    """Return a module of SGLang with layers whose source can be read."""
+    """Return an SGLang module with layers whose source can be read."""
     module = ModuleType("sglang.srt.models.toy")
     module.__file__ = str(tmp_path / "toy.py")
     (tmp_path / "toy.py").write_text(MODELS)
@@ -93,7 +93,9 @@ def blocks(tmp_path, monkeypatch):
     ("block", "fits"),
     [("Block", False), ("LookingBlock", True), ("Inheriting", True), ("LooksElsewhere", False)],
 )
-def test_models_that_look_up_no_expert_locations_are_refused_in_older_releases(block, fits, release, blocks):
+def test_models_that_do_not_look_up_expert_locations_are_refused_in_older_releases(
+    block, fits, release, blocks
+):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), getattr(blocks, block)())
     if fits or release == "0.5.23":
         refuse_unmapped_model(release, model)
@@ -165,7 +167,7 @@ def test_paged_experts_are_refused_in_the_release_that_has_them(monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["0.5.21.post1", "0.5.22+cu13"])
-def test_the_installed_release_decides_about_a_refusal(version, monkeypatch):
+def test_refusals_depend_on_the_installed_release(version, monkeypatch):
     put_configuration(monkeypatch, version, {"dp_size": 1, "enable_dp_attention": False})
     accepted = runner()
     hooks._make_host(pytest.fail, accepted)

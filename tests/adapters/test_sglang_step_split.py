@@ -1,4 +1,4 @@
-"""The split per step in SGLang, with stand-ins: hooks, padding, equal outputs, commits and refused configurations."""
+"""The per-step split in SGLang, with stand-ins: hooks, padding, equal outputs, commits and refused configurations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HookRegistry:
 
 
 def put_sglang(patch, rank, dispatch="dynamic", **exec_moe):
-    """Install fake modules of SGLang and return its metadata and its two functions that call the mapping."""
+    """Install fake SGLang modules. Return SGLang's metadata and its two functions that call the mapping."""
     metadata = fakes.Metadata(rank, dispatch)
 
     class ExpertLocationMetadata:
@@ -145,7 +145,7 @@ def output(metadata, layer, physical_TK, rank, counted=REAL):
 
 
 def policy_run(dispatch):
-    """Return outputs, loads and the agreement's split of a rank in policy mode, before and after a commit."""
+    """Return a rank's outputs, loads and agreed split in policy mode, before and after a commit."""
     rank = dist.get_rank()
     os.environ["EPLB_AGENT_STEP_SPLIT"] = "on"
     splits = []
@@ -185,7 +185,7 @@ def test_policy_mode_splits_real_rows_and_installs_commits(dispatch):
 
 
 def full_run():
-    """Return the loads of a rank in full mode before and after a switch."""
+    """Return a rank's loads in full mode, before and after a switch."""
     rank = dist.get_rank()
     os.environ["EPLB_AGENT_STEP_SPLIT"] = "on"
     engine_host.AgentSettings = live.settings
@@ -225,7 +225,7 @@ def test_full_mode_installs_switches_and_declares_the_split():
         ({}, 2, "off; with attention data parallelism"),
     ],
 )
-def test_the_configuration_decides_if_passes_are_split(monkeypatch, moe, attention, message):
+def test_the_configuration_determines_whether_passes_are_split(monkeypatch, moe, attention, message):
     put_sglang(monkeypatch, 0)
     context = sys.modules["sglang.srt.runtime_context"]
     vars(context.get_exec().moe).update(moe)

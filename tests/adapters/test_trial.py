@@ -75,7 +75,7 @@ def run_trial(experts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_that_move_completely_pass_the_trial(dtype):
+def test_experts_whose_values_all_move_pass_the_trial(dtype):
     experts = Experts(dtype)
     assert run_trial(experts) is None
     assert experts.quant_method.calls == 3
@@ -165,7 +165,7 @@ def test_a_kernel_runs_without_the_exchange_between_ranks(monkeypatch):
     assert vllm_experts.local_experts(experts, SLOTS, torch.device("cpu")) is None
 
 
-def test_vllm_layers_are_tried_before_the_ranks_meet(monkeypatch):
+def test_vllm_layers_are_tested_before_the_agents_start(monkeypatch):
     state = vllm_fakes.model_state(0)
     for index, layer in enumerate(state.model.moe_layers):
         experts = Experts()

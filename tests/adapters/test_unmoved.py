@@ -37,7 +37,7 @@ class Slotted:
 
 
 class Wrapper:
-    """Object that holds a tensor without being one, like Triton's wrapper."""
+    """Object that holds a tensor but is not one, like Triton's wrapper."""
 
     def __init__(self, data):
         self.storage = SimpleNamespace(data=data)
@@ -127,7 +127,7 @@ HOMES = {
 def test_a_tensor_with_a_value_per_expert_is_found_in_every_container(home):
     layer = module()
     HOMES[home](layer, per_expert())
-    with pytest.raises(UnsupportedEngineError, match=r"per expert.*stay behind"):
+    with pytest.raises(UnsupportedEngineError, match=r"per-expert.*stay behind"):
         check(layer)
 
 
@@ -144,7 +144,7 @@ def test_a_tensor_with_a_value_per_expert_is_found_in_every_container(home):
     ],
     ids=["last axis", "last of four axes", "equal values", "bytes", "flat", "fp8", "packed integers"],
 )
-def test_tensors_of_every_axis_and_type_are_found(tensor):
+def test_per_expert_tensors_are_found_whatever_their_expert_axis_and_type(tensor):
     layer = module()
     layer.quant_method = SimpleNamespace(kernel=SimpleNamespace(w1_scale=tensor))
     with pytest.raises(UnsupportedEngineError, match=r"quant_method\.kernel\.w1_scale"):
@@ -178,7 +178,7 @@ def test_tensors_of_every_axis_and_type_are_found(tensor):
         "floats",
     ],
 )
-def test_a_value_for_each_expert_is_found(make_values):
+def test_containers_and_attributes_with_one_value_per_expert_are_found(make_values):
     layer = module()
     layer.kept = make_values()
     with pytest.raises(UnsupportedEngineError, match="kept"):
@@ -194,7 +194,7 @@ def test_the_unmoved_half_of_a_partly_moved_tensor_is_found():
         refuse_unmoved(layer, [*moved_of(layer), *scales[:, :4]], SLOTS, KNOWN)
 
 
-def test_a_factor_per_routed_and_shared_expert_is_found():
+def test_a_tensor_with_one_factor_per_routed_and_shared_expert_is_found():
     """A fused shared expert occupies the slot after the routed experts' slots."""
     layer = module()
     layer.w13_weight = torch.nn.Parameter(torch.rand(SLOTS + 1, 8, HIDDEN), requires_grad=False)
@@ -247,7 +247,7 @@ def layer_of_an_engine():
     return layer, [*moved_of(layer), factors], model
 
 
-def test_a_layer_that_moves_completely_is_accepted():
+def test_a_layer_whose_values_all_move_is_accepted():
     layer, moved, _ = layer_of_an_engine()
     allowed = KNOWN | {"expert_local_to_global"}
     facts = refuse_unmoved(

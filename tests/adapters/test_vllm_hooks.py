@@ -239,7 +239,7 @@ def test_the_host_is_called_around_sleeps_and_weight_loads(call, fails, monkeypa
     assert " ".join(name for name, *_ in host.calls) == CALLS[call][fails]
 
 
-def test_the_host_notes_each_batch_before_it_runs(monkeypatch):
+def test_the_host_stores_each_batch_before_it_runs(monkeypatch):
     host = Host()
 
     class Worker:

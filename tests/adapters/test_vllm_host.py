@@ -84,7 +84,7 @@ def test_the_dispatch_flags_of_every_release_are_read(make_layer, fact):
 
 
 def consistent(state, rank):
-    """Return True if the tables, vLLM's map and the weights agree on the expert of each slot."""
+    """Return True if the tables, vLLM's map and the weights agree on the expert in each slot."""
     for index in range(LAYERS):
         phy2log_P = state.physical_to_logical_map[index]
         if not torch.equal(phy2log_P[state.logical_to_physical_map[index, :, 0]], torch.arange(EXPERTS)):
@@ -129,7 +129,7 @@ def switched_and_restored():
     facts["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
     facts["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
     # Expert 3 was chosen five times per pass. If ranks share tokens, only the first rank counts them. Dummy steps and
-    # warm-up requests do not count.
+    # warm-up requests are not counted.
     facts["logged"] = records
     facts["heat"] = host._heat.sources_LWE[0, :5, 3].tolist()
     host.close()
@@ -144,7 +144,10 @@ def test_vllm_tables_maps_and_weights_follow_a_switch():
         assert facts.pop("counts") == [[2, 2, 1, 1, 1, 1]] * LAYERS
         logged = "\n".join(facts.pop("logged"))
         assert logged.count("EPLB_AGENT_DEPLOYMNT is not a setting") == 1
-        attached = "balances 2 MoE layers of 6 experts over 2 ranks with 4 slots; deployment default, service 127.0.0.1"
+        attached = (
+            "balances 2 MoE layers of 6 experts over 2 ranks with 4 slots each; deployment default, "
+            "service 127.0.0.1"
+        )
         assert (attached in logged) is (rank == 0)
         assert logged.count("first switch: layer") == (rank == 0)
         assert set(facts.values()) == {True}, (rank, facts)
@@ -163,7 +166,7 @@ def test_vllm_tables_maps_and_weights_follow_a_switch():
         ("factor", (), False),
     ],
 )
-def test_a_value_per_expert_that_would_not_move_is_rejected(home, name, shape, refused):
+def test_a_per_expert_value_that_would_not_move_is_rejected(home, name, shape, refused):
     state = model_state(0)
     holder = state.model.moe_layers[1]
     tensor = torch.zeros(shape)
@@ -178,7 +181,7 @@ def test_a_value_per_expert_that_would_not_move_is_rejected(home, name, shape, r
         holder.register_buffer(name, tensor)
     else:
         setattr(holder, name, tensor)
-    # After it is accepted, a host would wait for its peers, which do not exist here.
+    # An accepted host goes on to connect to its peers, which fails here.
     outcome = pytest.raises(UnsupportedEngineError, match=name) if refused else pytest.raises(AttributeError)
     group = SimpleNamespace(rank_in_group=0, world_size=RANKS)
     with outcome:
@@ -191,7 +194,7 @@ def router_state(real):
 
 
 def gathered(release_counts_own, knows_router):
-    """Return the heat of a pass with the naive dispatcher in which rank 0 is idle, counted as vLLM's kernel does."""
+    """Return the heat of a pass with the naive dispatcher while rank 0 is idle, counted like vLLM's kernel does."""
     rank = dist.get_rank()
     state = model_state(rank, naive=True)
     tokens = torch.tensor(0 if rank == 0 else 5, dtype=torch.int32)
@@ -216,7 +219,7 @@ def gathered(release_counts_own, knows_router):
     [(False, False, [7, 0]), (True, True, [7, 0]), (True, False, [0, 0])],
     ids=["0.23", "0.33", "a router without state"],
 )
-def test_tokens_gathered_from_all_ranks_count_once(release_counts_own, knows_router, counted):
+def test_tokens_gathered_from_all_ranks_are_counted_once(release_counts_own, knows_router, counted):
     assert run_ranks(RANKS, gathered, release_counts_own, knows_router) == counted
 
 
@@ -283,7 +286,7 @@ def asleep():
 
 
 def test_all_tables_are_restored_after_a_sleep_that_discards_memory():
-    """vLLM's sleep level 2 also discards the counters, and layers that were never switched."""
+    """vLLM's sleep level 2 also discards the pass counters and the tables of layers that were never switched."""
     for rank, facts in enumerate(run_ranks(RANKS, asleep)):
         assert set(facts.values()) == {True}, (rank, facts)
 
@@ -331,7 +334,7 @@ def drawn_at_random():
         return str(error)
 
 
-def test_a_router_with_random_replicas_is_rejected_if_ranks_share_tokens():
+def test_a_router_that_picks_random_replicas_is_rejected_if_ranks_share_tokens():
     for message in run_ranks(RANKS, drawn_at_random):
         assert "picks different replicas for the same tokens" in message
 

@@ -1,4 +1,4 @@
-"""The split per step in vLLM's routers, with stand-ins: recorded loads, padding, outputs, commits and full mode."""
+"""The per-step split in vLLM's routers, with stand-ins: recorded loads, padding, outputs, commits and full mode."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def split_of(layer=0, **options):
     return RouterSplit(PLACED_LP[layer].numpy().reshape(RANKS, -1), EXPERTS, "cpu", **options)
 
 
-def test_a_router_without_split_is_not_affected(patched):
+def test_a_router_without_a_split_is_not_affected(patched):
     router = patched(layer_state(real=4))
     assert router._apply_eplb_mapping(IDS_TK).tolist() == (IDS_TK + 100).tolist()
     router.eplb_agent_split = split_of(least_tokens=len(IDS_TK) + 1)
@@ -120,7 +120,7 @@ def test_loads_add_up_over_passes_and_are_not_recorded_if_vllm_does_not_record(p
 
 def test_gathered_batches_are_split_as_a_whole_because_ranks_know_only_their_own_padding(patched):
     chosen = []
-    for real in (5, 11):  # the numbers of two ranks
+    for real in (5, 11):  # numbers of real rows on two ranks
         state = layer_state(real=real)
         router = patched(state)
         router.eplb_agent_split = split_of()
@@ -212,8 +212,8 @@ def model_of(router_class):
     )
 
 
-def test_outputs_of_ranks_are_those_of_a_dense_layer_over_commits():
-    """A token that two ranks compute, or none, would change the sum over ranks."""
+def test_the_ranks_outputs_equal_a_dense_layers_before_and_after_a_commit():
+    """A token that two ranks or no rank computed would change the sum over the ranks."""
     results = run_ranks(RANKS, outputs_of_a_toy_moe)
     for equal, loads, commits in results:
         assert equal == [True] * 6
@@ -232,7 +232,7 @@ def test_outputs_of_ranks_are_those_of_a_dense_layer_over_commits():
         (fakes.layer(naive=True), fakes.config(4), "on for all passes; EPLB_AGENT_STEP_SPLIT=on"),
         (fakes.layer(sequence_parallel=True), fakes.config(2), "ranks exchange their counts"),
         (fakes.layer(), fakes.config(4), "ranks exchange their counts"),
-        (fakes.layer(), fakes.config(2), "off; some ranks see the same tokens and others do not"),
+        (fakes.layer(), fakes.config(2), "off; some ranks see the same tokens and others see different ones"),
         (fakes.layer(monolithic=True), fakes.config(), "off; .*monolithic kernel"),
         (
             fakes.layer(),
@@ -246,7 +246,7 @@ def test_outputs_of_ranks_are_those_of_a_dense_layer_over_commits():
         ),
     ],
 )
-def test_the_dispatch_decides_if_passes_are_split(layer, config, message):
+def test_the_dispatch_method_determines_whether_passes_are_split(layer, config, message):
     model = SimpleNamespace(
         model=SimpleNamespace(moe_layers=[layer]), physical_to_logical_map=torch.zeros(1, 8)
     )
@@ -284,7 +284,7 @@ TARGET_LRS = np.array([[[1, 2, 0, 3], [4, 5, 0, 1]], [[0, 1, 2, 3], [0, 1, 4, 5]
 
 
 def switched_host():
-    """Switch a full-mode host that splits by step. Return the facts that its service and its router see."""
+    """Switch a full-mode host that splits per step. Return the facts that its service and its router see."""
     os.environ["EPLB_AGENT_STEP_SPLIT"] = "on"
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ EXPERTS = 4
 
 @dataclass
 class CountingLayer:
-    """A layer that adds the step number to every bin."""
+    """A layer whose counts are the step number for every slot, and ten times that number for every expert."""
 
     counts_source: bool = True
     first: int = 0

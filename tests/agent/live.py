@@ -1,4 +1,4 @@
-"""Live layers with agents in a test's ranks, and plans for them like those from a service."""
+"""Layers and their agents for the ranks of a test, and plans in the form that a service sends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONSTANTS = {
     "report_steps": (agent_module, "_INITIAL_REPORT_STEPS"),
     "vote_lag": (vote_module, "_VOTE_LAG"),
 }
-"""Agent constants that tests change in a rank's process, by the name that ``settings`` accepts."""
+"""Agent constants that tests change in a rank's process, keyed by the name that ``settings`` accepts."""
 
 
 def layers_of(
@@ -93,7 +93,7 @@ def settings(**changes: Any) -> AgentSettings:
 def start(
     layer_count: int, dealing_width: int = 1, place: Callable[[Any], Any] = list, **changes: Any
 ) -> tuple[Agent, list[Any], list[Any]]:
-    """Start an agent over linear layers; return it, the layers, and identical reference layers without an agent.
+    """Start an agent on linearly placed layers; return it, the layers, and equal reference layers without an agent.
 
     ``place`` converts the layers to the ones that the agent manages, for example to layers on a device.
     """
@@ -103,7 +103,7 @@ def start(
 
 
 def target(seed: int = 1) -> Any:
-    """Return a placement that ``RANKS`` linear ranks can switch to, int32 ``[R, S]``."""
+    """Return a placement that ``RANKS`` ranks can switch to from the linear one, int32 ``[R, S]``."""
     return keep_staying_slots(linear_RS(RANKS), shuffled_RS(RANKS, seed))
 
 
@@ -147,8 +147,8 @@ def drive(
     """Run ``steps`` steps through both sets of layers and return the largest difference between their outputs.
 
     ``between(step)`` runs before each step. Token counts differ between ranks, and rank 0 has no tokens on every third
-    step. If the agent has not reached ``epoch`` after ``steps`` steps, as on a busy machine, up to 10,000 more steps
-    follow. All ranks reach an epoch at the same step, so all of them stop at the same step.
+    step. If the agent has not reached ``epoch`` after ``steps`` steps, for example on a busy machine, up to 10,000
+    more steps follow. All ranks reach an epoch at the same step, so all of them stop at the same step.
     """
     rank = agent.identity.rank
     generator = torch.Generator().manual_seed(rank)
@@ -180,7 +180,7 @@ def fail_once_to_stage(agent: Agent) -> None:
     """Make the next reservation of staging memory fail."""
 
     def fail() -> None:
-        raise MemoryError("no room to stage")
+        raise MemoryError("no memory for staging")
 
     before_next_call(agent._switch.transfers.staging, "reserve", fail)
 
@@ -216,7 +216,7 @@ def facts_so_far(agent: Agent, worst: float, **extra: Any) -> dict[str, Any]:
 
 
 def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> None:
-    """Check that no output differed, no rank halted, and all ranks serve the same layout, at ``epoch`` if given."""
+    """Check that no output differed, no rank halted, and all ranks use the same layout (at ``epoch``, if given)."""
     assert max(fact["worst"] for fact in ranks) < 1e-5
     assert len({(fact["epoch"], fact["digest"]) for fact in ranks}) == 1
     assert [fact["halted"] for fact in ranks] == [None] * len(ranks)

@@ -25,7 +25,7 @@ from worker_agent.adapters.vllm import host as vllm_host
 from worker_agent.swap import staging, table_check
 
 _SYNCHRONOUS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-"""Operators whose results the host reads, so that it must wait for the queue first."""
+"""Operators whose results the host reads, so it must first wait for the queue."""
 
 
 class DeviceQueue:
@@ -48,7 +48,7 @@ class DeviceQueue:
 
     def wait(self) -> None:
         """Wait until the queue is empty. Fails if a job has failed."""
-        assert self.mark().wait(300), "the device hangs"
+        assert self.mark().wait(300), "the device did not run its queue within 300 s"
         assert self._failure is None, self._failure
 
     def _run(self) -> None:
@@ -132,7 +132,8 @@ class Passes:
     Parameters
     ----------
     ahead
-        Maximum number of passes that each rank's host queues ahead of its device. Empty to run passes synchronously.
+        For each rank, the maximum number of passes that its host queues ahead of its device. Empty to run passes
+        synchronously.
     """
 
     def __init__(self, ahead: Sequence[int] = ()) -> None:
@@ -146,7 +147,7 @@ class Passes:
     def live(self, layers: list[Any]) -> list[Any]:
         """Return the layers for the agent.
 
-        If passes are queued, their tensors are device tensors over the same memory.
+        If passes are queued, the layers' tensors are device tensors that share the original memory.
         """
         return layers if self._device is None else [_layer_on_device(layer) for layer in layers]
 

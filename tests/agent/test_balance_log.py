@@ -1,4 +1,4 @@
-"""The engine's log states the balance at regular intervals, on rank 0 only."""
+"""Only rank 0 logs the balance, at regular intervals, in the engine's log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _logged_balances() -> list[str]:
     lines = _lines()
     agent, layers, still = live.start(1, log_interval_steps=8)
     live.drive(agent, layers, still, 10)
-    # The stream's thread would reset the balance after its next failed connection.
+    # Close the stream, because its thread would reset the balance after the next failed connection.
     agent._stream.close(60)
     agent._stream.balance = Balance(1.2345, 32)
     live.drive(agent, layers, still, 10, live.offering(agent, {0: {0: live.target()}}), epoch=1)
@@ -37,8 +37,8 @@ def test_rank_0_logs_the_balance_at_each_interval() -> None:
     first, *others = run_ranks(RANKS, _logged_balances)
     assert others == [[], []]
     assert first[:2] == [
-        "rank 0: step 8: PAR unknown, because the service has sent none",
-        f"rank 0: step 16: PAR 1.234 over the newest 32 steps, {first[1].split()[-5]} layers switched so far",
+        "rank 0: step 8: PAR unknown, because the service has not sent it",
+        f"rank 0: step 16: PAR 1.234 over the last 32 steps, {first[1].split()[-5]} layers switched so far",
     ]
 
 

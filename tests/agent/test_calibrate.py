@@ -18,7 +18,7 @@ def test_every_grid_cell_is_timed():
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "int4"}, {"device": "moon"}])
-def test_a_task_that_cannot_be_measured_is_rejected_in_one_line(fields, monkeypatch, capsys):
+def test_a_task_that_cannot_be_measured_is_rejected_with_a_one_line_message(fields, monkeypatch, capsys):
     task = {"hidden": 8, "inter": 8, "slots": 2, "tokens": [1], **fields}
     monkeypatch.setattr("sys.argv", ["calibrate", json.dumps(task)])
     assert calibrate.main() == 2

@@ -1,4 +1,4 @@
-"""The agent contains an error at any line that a host's call runs: the model keeps serving and balancing recovers."""
+"""An error at any line of agent code in a host's call is contained: the model keeps serving and balancing recovers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker_agent.swap.transfer import ByteBudget
 
 
 class FailAt:
-    """Raise a ``MemoryError`` at the n-th executed line of agent code; n is ``number``."""
+    """Context manager that raises a ``MemoryError`` at the ``number``-th executed line of agent code."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,7 +59,7 @@ def _quick_votes() -> None:
 
 
 def _failing_steps(steps: int, stride: int) -> dict[str, Any]:
-    """Fail on rank 1 at every third call, each time ``stride`` lines later in ``step`` than the time before."""
+    """Fail at every third call on rank 1, each time ``stride`` lines further into ``step`` than at the last failure."""
     _quick_votes()
     agent, layers, still = live.start(1, vote_interval=1, vote_lag=1, vote_timeout_seconds=5)
     reached = []
@@ -133,7 +133,7 @@ def test_a_method_that_always_fails_does_not_stop_the_model(owner: Any, name: st
 
 
 def _steps_without(owner: Any, name: str) -> dict[str, Any]:
-    """Make all of a host's calls on a rank whose agent raises an error each time one method is called."""
+    """Make each kind of host call on a rank whose agent fails whenever the method ``name`` of ``owner`` is called."""
     live.SLOTS = live.EXPERTS
     agent, _, _ = live.start(1)
     reached = []
@@ -164,7 +164,7 @@ def _restore_error(fails: bool) -> str:
     return "restored"
 
 
-def test_a_host_learns_that_its_experts_were_not_restored() -> None:
+def test_a_host_learns_whether_its_experts_were_restored() -> None:
     assert run_ranks(1, _restore_error, False) == ["restored"]
     (reported,) = run_ranks(1, _restore_error, True)
     assert reported.startswith("TypeError")

@@ -18,7 +18,7 @@ from worker_agent.swap.rank_layout import restoring_plan
 
 
 def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Step the agent without the model's collectives until ``over`` returns True on this rank or the time is up."""
+    """Step the agent without the model's collectives until ``over`` returns True on this rank or time runs out."""
     end = time.monotonic() + seconds
     while not over() and time.monotonic() < end:
         layer.load_counter += 1
@@ -28,13 +28,13 @@ def _serve(agent: Any, layer: Any, over: Callable[[], bool], seconds: float = 30
 
 
 def _wait_for_the_others(agent: Any, layer: Any) -> None:
-    """Step the agent until every rank has come here, so that no rank changes weights while another still compares."""
+    """Step the agent until every rank arrives here, so that no rank changes weights that a peer is still comparing."""
     arrival = dist.barrier(async_op=True)
     assert _serve(agent, layer, arrival.is_completed, 60.0)
 
 
 def _damaged() -> dict[str, Any]:
-    """Change one value of an expert that rank 1 serves, check it as the source of a move, then drain and resume."""
+    """Damage an expert that rank 1 serves, check that expert as the source of a move, then drain and resume."""
     replica_check._REST_SECONDS = replica_check._REST_PER_SECOND = 0.0
     agent, (layer,), _ = live.start(1, vote_interval=1, vote_lag=1)
     replicas = agent._switch._replicas
@@ -61,7 +61,7 @@ def _damaged() -> dict[str, Any]:
     turns = replicas._turn
     time.sleep(0.1)
     reported["reads while drained"] = replicas.reading, replicas._turn - turns
-    # After a drain, a rank accepts its own weights as correct. They still differ from those of the other replica.
+    # After a drain, a rank accepts its own weights as correct. They still differ from the other replica's weights.
     agent._switch.resume()
     _wait_for_the_others(agent, layer)
     _serve(agent, layer, lambda: bool(agent._beat().error) or not reported["holds"])

@@ -1,4 +1,4 @@
-"""Layers switch at given forward passes and not after a number of host calls, so a missed call changes no output."""
+"""Layers switch at agreed forward passes, not after a number of host calls, so a missed call changes no output."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _no_memory_to_decide() -> None:
     raise fatal.value
 
 
-def test_an_agent_that_cannot_follow_a_vote_stops_serving() -> None:
+def test_an_agent_that_cannot_apply_a_votes_outcome_stops_serving() -> None:
     with pytest.raises(RankFailure, match=r"FatalSwitchError.*no memory for a placement"):
         run_ranks(RANKS, _no_memory_to_decide)
 
@@ -90,7 +90,7 @@ def _diverged() -> str:
     return str(fatal.value)
 
 
-def test_ranks_with_different_layouts_are_all_stopped() -> None:
+def test_all_ranks_stop_if_their_layouts_differ() -> None:
     assert all("the ranks serve different placements" in error for error in run_ranks(RANKS, _diverged))
 
 
@@ -136,7 +136,7 @@ def test_a_counter_that_stalls_or_restarts_is_reported(counted, complaint) -> No
     assert complaint is None or re.search(complaint, clock.complaint)
 
 
-def test_the_step_timer_measures_single_steps_without_pauses() -> None:
+def test_the_step_timer_excludes_pauses_and_laps_of_several_steps() -> None:
     """A lap is 0 (unknown) after a pause or if it spans several steps, and at least 1 otherwise."""
     micros = (0, 2_500, 3_000, 3_000.1, 4_000, 4_700, 60_000_000, 60_000_900)
     timer = StepTimer(iter([int(1000 * time_us) for time_us in micros]).__next__)

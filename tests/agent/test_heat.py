@@ -50,7 +50,7 @@ def test_every_step_is_reported_once_and_in_order_for_any_report_length(cuts, se
 
 @pytest.mark.parametrize("correction_delay", [1, 3])
 def test_an_unnoticed_forward_pass_loses_heat_but_misattributes_none(correction_delay: int) -> None:
-    """The clock corrects its number a few calls later. No earlier row is reported under the wrong step."""
+    """The clock corrects its step number a few calls later. No earlier row is reported under the wrong step."""
     layers = [CountingLayer(), CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=4)
     _run(layers, recorder, range(0, 6))
@@ -104,7 +104,7 @@ def test_steps_that_cannot_be_copied_are_counted_as_lost(monkeypatch) -> None:
 def test_a_report_contains_only_counts_that_the_host_records(
     reporting: Reporting, slots: bool, sources: bool
 ) -> None:
-    """Sums cover their report's steps and are computed only if slots are counted."""
+    """Sums cover their report's steps and are computed only if the host also counts tokens per slot."""
     layers = [CountingLayer(counts_source=sources) for _ in range(2)]
     for layer in layers if not slots else ():
         layer.moe_load = None
@@ -178,7 +178,7 @@ def test_reports_are_aligned_again_after_ranks_lengthen_them_at_different_steps(
 def test_known_tokens_and_step_times_are_reported() -> None:
     """Token counts are reported only if the host provided them for every step.
 
-    Times that do not fit in the field are 0.
+    Times that do not fit in the field are reported as 0.
     """
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 3)
@@ -193,9 +193,9 @@ def test_known_tokens_and_step_times_are_reported() -> None:
 @pytest.mark.parametrize("by_step", [False, True], ids=["layer-by-layer", "step-by-step"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_rings_in_one_tensor_give_the_same_reports_as_separate_rings(layers: int, by_step: bool) -> None:
-    """One operation reads all of them.
+    """One operation reads all rings in a tensor.
 
-    The counts are the same even if they wrap around the end of the rings, and are copies.
+    The counts are copies, and are the same even if they wrap around the end of the rings.
     """
     rings_LWS = torch.zeros(layers, ROWS, SLOTS, dtype=torch.int32)
     if by_step:

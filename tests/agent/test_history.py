@@ -82,7 +82,7 @@ def test_one_altered_record_is_detected(kind, which, facts, violation, recorded,
     assert any(violation in broken for broken in _changed(recorded, tmp_path, kind, which, **facts))
 
 
-def test_a_commit_without_the_vote_of_one_rank_is_detected(recorded: Path, tmp_path: Path) -> None:
+def test_a_commit_that_one_rank_did_not_vote_for_is_detected(recorded: Path, tmp_path: Path) -> None:
     (ranks,) = read_histories(recorded).values()
     votes = ranks[1].of("vote")
     deciding = next(index for index, vote in enumerate(votes) if vote["decision"] == "COMMIT")

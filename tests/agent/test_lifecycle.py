@@ -1,4 +1,4 @@
-"""Ranks drain, close, and lose votes or links together, and no wait is unbounded."""
+"""Ranks that drain, close or lose their votes agree on the outcome of a plan, and every wait is bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import RankFailure, run_ranks
 
 def _drain_in_the_middle() -> dict[str, Any]:
     """Drain during a slow transfer, then resume and switch once more."""
-    # Staging has no room for two layers, so they are switched one after the other.
+    # Staging has no room for two layers, so layers are switched one at a time.
     agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10, staging_mib=0)
     plan = {0: live.target(1), 1: live.target(2)}
     worst = live.drive(agent, layers, still, 12, live.offering(agent, {1: plan}))
@@ -53,7 +53,7 @@ def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
     for fact in facts:
         assert not fact["busy"]
         assert fact["untimed"] == [0, 12], (
-            "only the first step and the first one after the drain have no time"
+            "only the first step and the first step after the drain should have no time"
         )
         assert fact["drained"] < 15
         assert fact["refused"]
@@ -61,12 +61,12 @@ def test_drain_ends_the_current_plan_and_resume_accepts_plans_again() -> None:
         assert fact["switched"] == 1
         assert fact["beat"].calls == fact["calls"] >= 24
         assert 0 < fact["beat"].vote_micros < fact["beat"].call_micros
-        assert fact["staged"] > 0, "experts have been received"
+        assert fact["staged"] > 0, "the rank has not received any experts"
         assert (fact["beat"].staging_bytes, fact["beat"].ring_bytes) == (fact["staged"], fact["rings"])
 
 
 def _leave_early(how: str, early_step: int) -> dict[str, Any]:
-    """Make rank 1 close or leave the votes at this step, while a plan offered at step 1 is in progress."""
+    """Make rank 1 close or stop voting at ``early_step``, while a plan offered at step 1 is in progress."""
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.02)
 
@@ -77,7 +77,7 @@ def _leave_early(how: str, early_step: int) -> dict[str, Any]:
 
     began = time.monotonic()
     worst = live.drive(agent, layers, still, 40, between)
-    # The peers notice at once, instead of waiting for the vote timeout of 60 s.
+    # The peers notice immediately instead of waiting for the vote timeout of 60 s.
     assert time.monotonic() - began < 30
     return live.facts(agent, worst)
 
@@ -94,7 +94,10 @@ def test_a_rank_that_leaves_during_a_commit_agrees_with_its_peers(how: str, step
 
 
 def _all_close_one_after_the_other(order: list[int]) -> None:
-    """Close the ranks in this order during a vote that commits a layer. Each process exits once its rank has closed."""
+    """Close the ranks in this order during a vote that commits a layer.
+
+    Each process except the last exits once its rank has closed.
+    """
     agent, layers, still = live.start(1, vote_interval=4, vote_lag=4)
     live.drive(agent, layers, still, 8 + 1, live.offering(agent, {0: {0: live.target()}}, pause=0.05))
     time.sleep(0.5 * order.index(agent.identity.rank))

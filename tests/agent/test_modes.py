@@ -1,4 +1,4 @@
-"""Tests of the mode that the environment requests."""
+"""Tests of the agent mode that environment variables request."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from worker_agent.modes import requested_mode
         ({"EPLB_AGENT_MODE": "observe"}, "observe"),
     ],
 )
-def test_the_mode_follows_from_two_variables(environment, mode):
+def test_two_environment_variables_determine_the_mode(environment, mode):
     assert requested_mode(environment) == mode
 
 

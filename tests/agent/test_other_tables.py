@@ -17,7 +17,7 @@ def _serve_a_corrupt_table(commits: bool) -> tuple[str, int]:
     table_check._ROUND_BOUNDARIES = 1_000_000 if commits else 2
     agent, layers, _ = live.start(1, vote_interval=1, vote_lag=1)
     try:
-        # Without the model's collectives, a rank that stops does not block its peers' calls.
+        # The model runs no collectives here, so a rank that stops does not block its peers' calls.
         for step in range(4000):
             if step == CHANGED_AT and agent.identity.rank == 1:
                 layers[0].log2phy.copy_(layers[0].log2phy.roll(1, dims=0))
@@ -28,7 +28,7 @@ def _serve_a_corrupt_table(commits: bool) -> tuple[str, int]:
             time.sleep(0.002)
     except FatalSwitchError as fatal:
         return str(fatal), agent.installed.epoch
-    return "served on", agent.installed.epoch
+    return "kept serving", agent.installed.epoch
 
 
 def test_a_corrupt_table_stops_all_ranks() -> None:

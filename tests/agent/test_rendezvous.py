@@ -1,6 +1,6 @@
 """Ranks that form a group start from the experts that they hold.
 
-If a rank does not fit in, all ranks learn which one.
+If a rank does not fit the group, all ranks learn which rank it is.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _fails_to_meet(mismatch: str) -> str:
         ("backend", "rank 0: transfer_backend nccl moves experts between cuda devices"),
     ],
 )
-def test_a_rank_that_does_not_fit_is_reported_to_all(mismatch: str, message: str) -> None:
+def test_a_rank_that_does_not_fit_the_group_is_reported_to_all_ranks(mismatch: str, message: str) -> None:
     reported = run_ranks(RANKS, _fails_to_meet, mismatch)
     assert len(set(reported)) == 1
     assert message in reported[0]
@@ -126,7 +126,7 @@ def _meets_another_release(rank: int) -> str:
     return "\n".join(record.getMessage() for record in handler.buffer)
 
 
-def test_ranks_with_mixed_releases_are_named_on_all_ranks() -> None:
+def test_every_rank_logs_the_releases_if_the_ranks_run_different_ones() -> None:
     logged = run_ranks(RANKS, _meets_another_release, 1)
     assert len(logged) == RANKS
     for text in logged:

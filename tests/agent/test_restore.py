@@ -40,7 +40,7 @@ def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
 def _restore(dealing_width: int) -> dict[str, Any]:
     agent, layers, still, first = _moved(dealing_width)
     facts: dict[str, Any] = {"within": _slots_changed_within_a_rank(agent, first)}
-    # Another plan has reached two of the three ranks.
+    # A third plan has reached only two of the three ranks.
     if agent.identity.rank:
         live.offer(agent, {0: live.linear_RS(RANKS)}, plan_id=3)
     worst = live.drive(agent, layers, still, 3)
@@ -75,8 +75,8 @@ def _failed_restore(fault: str) -> dict[str, Any]:
     agent, layers, still, first = _moved(transfer_timeout_seconds=10)
     if fault == "a transfer fails" and agent.identity.rank == 1:
         live.fail_once_to_stage(agent)
-    if fault == "a rank has left the votes" and agent.identity.rank == 2:
-        agent._switch.stumble("the test wants it so")
+    if fault == "a rank has stopped voting" and agent.identity.rank == 2:
+        agent._switch.stumble("stopped by the test")
     began = time.monotonic()
     with pytest.raises(RestoreError) as error:
         agent.restore(first)
@@ -86,14 +86,14 @@ def _failed_restore(fault: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("a transfer fails", ""), ("a rank has left the votes", "the test wants it so")]
+    ("fault", "reason"), [("a transfer fails", ""), ("a rank has stopped voting", "stopped by the test")]
 )
 def test_a_restore_that_fails_on_one_rank_changes_no_rank(fault: str, reason: str) -> None:
     facts = run_ranks(RANKS, _failed_restore, fault)
     assert reason in facts[2]["error"]
     for fact in facts:
         assert fact["halted"] is None
-        assert "could not be restored" in fact["error"]
+        assert "could not restore" in fact["error"]
         assert not reason or fact["seconds"] < 10
         assert fact["worst"] < 1e-5
         assert (fact["epoch"], fact["digest"]) == (2 * LAYERS, facts[0]["digest"])

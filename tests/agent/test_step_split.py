@@ -1,4 +1,4 @@
-"""Tests of the split per step that engines use: who splits, padding, agreement of ranks, and new placements."""
+"""Tests of the per-step split in engines: when it is enabled, padding, agreement among ranks, and new placements."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_experts(physical_TK, ids_TK, placed_RS):
         (4096, {"sees_all": False}, None, False),
     ],
 )
-def test_who_splits(setting, facts, least, exchanges):
+def test_the_setting_and_the_engine_decide_whether_tokens_are_split(setting, facts, least, exchanges):
     choice = choose_split(setting, **({"sees_all": True, "device_type": "cuda"} | facts))
     assert (choice.least_tokens, choice.exchanges) == (least, exchanges)
     assert choice.is_on == (least is not None)
@@ -63,7 +63,7 @@ def test_a_split_of_shared_tokens_is_optimal():
     assert max(loads_of(physical_TK, PLACED_RS)) <= optimum(PLACED_RS, counts_E.astype(float)) + 1
 
 
-def test_padding_weighs_nothing_and_goes_to_replicas_of_its_experts():
+def test_padding_does_not_affect_the_split_and_goes_to_replicas_of_its_experts():
     split = StepSplit(PLACED_RS, EXPERTS, "cpu")
     alone_TK, _ = split.physical(SKEWED_TK)
     garbage_TK = torch.tensor([[0, 5]] * 100)
@@ -85,7 +85,7 @@ def test_ranks_with_different_padding_split_the_real_rows_in_the_same_way():
     assert here_TK[: len(SKEWED_TK)].tolist() == there_TK[: len(SKEWED_TK)].tolist()
 
 
-def test_choices_of_no_expert_are_not_mapped():
+def test_choices_outside_the_expert_range_are_not_mapped():
     ids_TK = torch.tensor([[0, -1], [1, EXPERTS], [0, 2]])
     physical_TK, counted_TK = StepSplit(PLACED_RS, EXPERTS, "cpu").physical(ids_TK)
     assert (physical_TK == -1).tolist() == [[False, True], [False, True], [False, False]]
@@ -103,8 +103,8 @@ def test_the_number_of_tokens_decides_which_passes_are_split(dtype):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_placement_that_serves_all_experts_is_split_near_its_optimum(data):
-    """Engines' own balancers place an expert several times on one rank."""
+def test_the_split_is_near_the_optimum_for_any_placement_of_all_experts(data):
+    """Engines' own balancers may place several replicas of an expert on one rank."""
     ranks = data.draw(st.integers(1, 4), label="ranks")
     slots = data.draw(st.integers(1, 4), label="slots")
     experts = data.draw(st.integers(1, ranks * slots), label="experts")
@@ -121,7 +121,7 @@ def test_any_placement_that_serves_all_experts_is_split_near_its_optimum(data):
 
 
 def highest_bound(placed_RS, counts_E):
-    """Return the optimum: the highest mean load of a set of ranks from experts that no other rank has."""
+    """Return the optimum: over all sets of ranks, the highest mean load from experts that only those ranks hold."""
     ranks = len(placed_RS)
     holders = [
         {rank for rank in range(ranks) if expert in placed_RS[rank]} for expert in range(len(counts_E))
@@ -146,7 +146,8 @@ def test_a_new_placement_is_installed_in_place_and_can_be_written_again():
     assert split.physical(SKEWED_TK)[0].tolist() == expected_TK.tolist()
     for named in tensors.values():
         for tensor in named.values():
-            tensor.zero_()  # as after the sleep of an engine that discards its memory
+            # An engine may discard its memory when it sleeps.
+            tensor.zero_()
     split.install(other_RS)
     assert split.physical(SKEWED_TK)[0].tolist() != expected_TK.tolist()
     split.write_again()
@@ -154,7 +155,7 @@ def test_a_new_placement_is_installed_in_place_and_can_be_written_again():
 
 
 class Exchange:
-    """Gloo ranks that exchange counts."""
+    """Exchange of counts among gloo ranks."""
 
     def __init__(self):
         self.rank = dist.get_rank()
@@ -167,7 +168,7 @@ class Exchange:
 
 
 def split_of_own_tokens():
-    """Return this rank's choices and their physical experts. Ranks have 74, 37 and no tokens."""
+    """Return this rank's choices and their physical experts. The ranks have 74, 37 and 0 tokens."""
     rank = dist.get_rank()
     draw = np.random.default_rng(rank)
     ids_TK = torch.from_numpy(draw.zipf(1.4, (37 * (2 - rank), 2)) % EXPERTS)
@@ -195,7 +196,7 @@ def agreement(broken):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_ranks_notice_at_the_start_that_they_split_differently(broken):
+def test_ranks_detect_at_startup_whether_they_split_differently(broken):
     assert run_ranks(3, agreement, broken) == [not broken] * 3
 
 
@@ -206,13 +207,13 @@ def test_the_probe_chooses_every_expert(experts):
     assert experts < 8 or counts_E.max() >= 1.5 * counts_E.min()
 
 
-def test_the_start_is_slower_but_right_if_kernels_do_not_work(monkeypatch, caplog):
-    """Triton is not installed here, so a device that has kernels uses PyTorch's operators."""
+def test_the_split_uses_pytorch_operators_if_its_kernels_do_not_work(monkeypatch, caplog):
+    """Triton is not installed here, so even a device type with kernels uses the PyTorch operators."""
     monkeypatch.setattr(module, "KERNEL_DEVICES", ["cpu"])
     for reason, physical in (
         ("Triton is not installed", None),
         ("KeyError: 'ptx'", lambda *_: {}["ptx"]),
-        ("they do not give the same results", lambda _, ids_TK, real_rows: torch.zeros_like(ids_TK)),
+        ("the kernels do not give the same results", lambda _, ids_TK, real_rows: torch.zeros_like(ids_TK)),
     ):
         caplog.clear()
         if physical is not None:

@@ -195,13 +195,16 @@ def test_the_balance_is_known_until_the_stream_ends() -> None:
         ),
         (0, (0, 0, 0), (0, 0, 0), False, "does not match the digest of token group 0"),
         (0, (0, 1, 1), (0, 1, 2), False, "a digest for each of the 1 token groups with several ranks, got 0"),
-        (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay"),
+        (1, (0, 1, 2), (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts must stay"),
     ],
 )
 def test_a_plan_that_does_not_fit_this_rank_is_rejected(
     turn, token_groups, plan_groups, bound, message
 ) -> None:
-    """The plan's moves do not match the layout, its tables differ within a token group, or it moves bound experts."""
+    """Each plan has one of three defects.
+
+    Its moves do not match the layout, its tables differ within a token group, or it moves rank-bound experts.
+    """
     identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=bound))
     with pytest.raises(WireError, match=message):
         check_plan(encode(plan_of(turn, token_groups=plan_groups)), identity, INSTALLED)
@@ -217,7 +220,7 @@ class RejectingService(FakeService):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
 
 
-def test_the_reason_for_a_rejection_is_logged_even_if_it_crosses_the_hello(monkeypatch) -> None:
+def test_the_reason_for_a_rejection_is_logged_even_while_the_hello_is_being_sent(monkeypatch) -> None:
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("worker_agent.stream._MAX_BACKOFF_SECONDS", 0.001)
     # The rank is still sending its large Hello when the rejection arrives.
@@ -232,7 +235,7 @@ def test_the_reason_for_a_rejection_is_logged_even_if_it_crosses_the_hello(monke
     assert set(reasons) == {"the token is wrong"}
 
 
-def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, caplog) -> None:
+def test_an_outage_is_logged_at_growing_intervals_and_its_end_is_logged_once(monkeypatch, caplog) -> None:
     outages = OutageLog()
     assert outages.logs_return(0)
     logged = [
@@ -240,7 +243,7 @@ def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, 
     ]
     assert logged == [0, 60, 180, 200, 420]
     assert [outages.logs_return(now) for now in (700, 700)] == [True, False]
-    # If the service keeps coming back and failing, it is all one outage.
+    # A service that repeatedly comes back and fails again counts as one outage.
     assert [now for now in range(701, 1000) if outages.logs(now, "refused")] == [760, 820, 940]
     monkeypatch.setattr("worker_agent.stream._INITIAL_BACKOFF_SECONDS", 0.001)
     with caplog.at_level("INFO", logger="eplb.agent"), Scene(RejectingService()) as scene:
@@ -251,7 +254,7 @@ def test_an_outage_is_logged_at_growing_intervals_and_its_end_once(monkeypatch, 
 
 
 @pytest.mark.parametrize("stuck", ["beat", "installed"])
-def test_a_stalled_stream_is_logged_once_and_its_return_once(
+def test_a_stall_and_a_recovery_of_the_stream_are_each_logged_once(
     stuck: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("worker_agent.stream._STALL_SECONDS", 0.3)
@@ -304,7 +307,7 @@ ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
         ([HEAT] * 12, ONE_IN_FIVE),
         # Heat still replaces heartbeats if its reports are further apart than the interval.
         ([SILENCE, HEAT] * 6, ONE_IN_FIVE),
-        # Changes are sent at once, including recovery from an error.
+        # Changes, including recovery from an error, are sent immediately.
         (
             [*[HEAT] * 2, *[HEAT | {"error": "out of memory"}] * 2, *[HEAT] * 2, *[HEAT | {"epoch": 1}] * 2],
             [True, False] * 4,

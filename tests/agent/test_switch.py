@@ -1,4 +1,4 @@
-"""Real ranks switch layers while they serve: all ranks at the same step or none, without changing any output."""
+"""Real ranks switch layers while serving: either all at the same step or none, and no output changes."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _switch_a_deep_model(layer_count: int) -> dict[str, Any]:
     return live.facts(agent, worst, committed=committed, seconds=agent.stats.commit_seconds)
 
 
-def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
-    """Each layer moves two experts to a rank, so a staging buffer for all slots of four layers holds ten layers."""
+def test_a_plan_of_many_layers_is_committed_in_parts() -> None:
+    """In each layer, a rank receives two experts, so staging for all slots of four layers has room for ten layers."""
     layers = 24
     facts = run_ranks(RANKS, _switch_a_deep_model, layers)
     live.check_together(facts, epoch=layers)
@@ -99,12 +99,14 @@ def test_a_plan_of_many_layers_is_switched_in_parts() -> None:
     assert [steps.count(step) for step in sorted(set(steps))] == [10, 10, 4]
     assert [epoch for _, _, epoch in facts[0]["committed"]] == list(range(1, layers + 1))
     passes = np.diff(sorted(set(steps)))
-    assert (passes % 4 == 0).all(), "each part needs one vote, at least four passes after the previous one"
+    assert (passes % 4 == 0).all(), (
+        f"parts must be a multiple of four passes apart, one vote each; got {passes}"
+    )
 
 
 def _called_off(when: str) -> dict[str, Any]:
     """Offer a plan of three layers, then call off that plan, or an unknown one, on rank 1 only."""
-    # Staging has no room for two layers, so they are switched one after the other.
+    # Staging has no room for two layers, so layers are switched one at a time.
     agent, layers, still = live.start(3, vote_interval=2, staging_mib=0)
     called_at: list[int] = []
     next_offers: list[int] = []
@@ -137,7 +139,7 @@ def _called_off(when: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "when", ["at once", pytest.param("after a layer", marks=pytest.mark.slow), "of an unknown plan"]
 )
-def test_a_call_off_that_reaches_one_rank_ends_the_plan_on_all(when: str) -> None:
+def test_a_call_off_that_reaches_one_rank_ends_the_plan_on_all_ranks(when: str) -> None:
     facts = run_ranks(RANKS, _called_off, when)
     live.check_together(facts)
     for rank, fact in enumerate(facts):
@@ -167,12 +169,12 @@ def _one_ranks_transfer_fails(fault: str, device: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "device", "reason"),
     [
-        ("fail-next-transfer", False, "no room to stage"),
-        ("fail-next-transfer", True, "no room to stage"),
+        ("fail-next-transfer", False, "no memory for staging"),
+        ("fail-next-transfer", True, "no memory for staging"),
         ("corrupt-next-transfer", False, "has the checksum"),
     ],
 )
-def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_succeeds(
+def test_a_failed_transfer_aborts_the_plan_on_all_ranks_and_a_later_plan_succeeds(
     fault: str, device: bool, reason: str
 ) -> None:
     facts = run_ranks(RANKS, _one_ranks_transfer_fails, fault, device)
@@ -193,7 +195,7 @@ def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
         nonlocal calls
         calls += 1
         if 4 <= calls < 4 + times:
-            raise MemoryError("no memory to count")
+            raise MemoryError("no memory for counts")
         record(*arguments)
 
     if agent.identity.rank == 1:
@@ -213,6 +215,6 @@ def _agent_breaks_on_one_rank(times: int) -> dict[str, Any]:
 def test_an_agent_error_pauses_balancing_but_not_the_model(times) -> None:
     facts = run_ranks(RANKS, _agent_breaks_on_one_rank, times)
     live.check_together(facts, epoch=1 if times == 1 else 0)
-    assert "MemoryError: no memory to count" in facts[1]["errors"]
+    assert "MemoryError: no memory for counts" in facts[1]["errors"]
     # A peer learns of the failure either during a vote or between two votes, and its message differs accordingly.
     assert any(reason in facts[0]["errors"] for reason in ("has no outcome", "has left the vote link"))

@@ -80,7 +80,7 @@ class Target:
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
     async def status_of_silent_stream(self, token: str = "") -> grpc.StatusCode:
-        """Return the status that rejects a stream that sends nothing.
+        """Open a stream that sends nothing; return the status of its rejection.
 
         Tests must not read from such a stream, because a read would block forever.
         """
@@ -88,7 +88,7 @@ class Target:
         return code
 
     async def refusal(self, hello: Any, token: str = "", number: int = 0) -> grpc.StatusCode:
-        """Return the status that rejects a Hello."""
+        """Send ``hello``; return the status of the rejection."""
         rank = self.rank(number, token)
         await rank.say(hello=hello)
         code, _ = await rank.refusal()

@@ -44,7 +44,7 @@ def table() -> Iterator[list[tuple[Attempt, str]]]:
         print(f"| {attempt.name} | {service} | {attempt.proves} | {outcome} |")
 
 
-def test_at_least_50_attempts_have_distinct_names() -> None:
+def test_there_are_at_least_50_attempts_with_distinct_names() -> None:
     assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 50
 
 

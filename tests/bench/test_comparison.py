@@ -126,7 +126,7 @@ def test_the_shipped_recording_is_compared_without_options(capsys: pytest.Captur
 def test_a_missing_peer_is_reported_and_the_other_policies_are_compared(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")
+    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: torch is not installed")
     monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
     monkeypatch.setattr(closed_loop, "OWN", ())
     arguments = ["--ranks", "4", "--window", "20", "--peers", "vllm", "--no-fetch"]

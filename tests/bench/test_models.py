@@ -1,4 +1,4 @@
-"""The models of newer classes match slow twins, and take part in ``eplb bench``."""
+"""Tests that models of newer classes of balancers match their slow twins, and appear in ``eplb bench``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCENARIO = Scenario("drawn", HEAT_TLE, ranks=4, slots=5, window=20)
 
 
 def slow_refresh(heat_E: list[int], homes: list[int], ranks: int, spare: int) -> tuple[list[int], int]:
-    """Return the load of each rank and the number of replicas, by the definition."""
+    """Compute the load of each rank and the number of replicas by definition."""
     tokens = {(expert, rank): 0 for expert in range(len(heat_E)) for rank in range(ranks)}
     held = set(enumerate(homes))
     for expert, rank in held:
@@ -68,7 +68,7 @@ def test_a_refresh_on_exact_counts_is_nearly_balanced_and_fetches_in_each_step()
         assert fetched >= 20
 
 
-def test_the_pool_goes_to_the_layers_that_gain() -> None:
+def test_pool_slots_go_only_to_the_layers_that_gain() -> None:
     heat_LE = np.full((3, 8), 10.0)
     heat_LE[1, :2] = 40
     home_ER = np.arange(8)[:, None] // 2 == np.arange(4)
@@ -82,13 +82,13 @@ def test_the_pool_goes_to_the_layers_that_gain() -> None:
     )
 
 
-def test_a_pool_of_nothing_moves_nothing() -> None:
+def test_a_pool_without_slots_moves_nothing() -> None:
     bare = Scenario("bare", HEAT_TLE, ranks=4, slots=4, window=20)
     assert [fetched for _, fetched in models.shared_pool(bare)] == [0, 0]
     assert sum(fetched for _, fetched in models.shared_pool(SCENARIO)) > 0
 
 
-def test_shares_follow_the_step_before() -> None:
+def test_shares_come_from_the_previous_step() -> None:
     placed_LRS = Placement.linear(1, 16, 4, 5).phy2log_LRS
     same_TLE = np.repeat(HEAT_TLE[:1, :1], 3, axis=0)
     assert stale_par(same_TLE, same_TLE[0], placed_LRS) == pytest.approx(stepwise_par(same_TLE, placed_LRS))
@@ -104,4 +104,4 @@ def test_bench_shows_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(policies)[3:] == ["shares one step old (model)", *models.MODELS]
     assert policies["exact refresh (model)"]["par_realised"] < policies["flashlb (ours)"]["par_realised"]
     assert main.run(["bench", *shape, "--peers", "models"]) == 0
-    assert "Models are written from descriptions" in capsys.readouterr().out
+    assert "Models are implemented from published descriptions" in capsys.readouterr().out

@@ -31,7 +31,7 @@ FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import
 
 class Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Log no requests in tests."""
+        """Do not log requests in tests."""
 
 
 class Stays:
@@ -158,10 +158,10 @@ class Trickles(SimpleHTTPRequestHandler):
             return
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log no requests in tests."""
+        """Do not log requests in tests."""
 
 
-def test_an_index_that_never_ends_its_response_is_requested_once(
+def test_an_index_that_never_ends_its_response_is_requested_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
@@ -255,7 +255,7 @@ class FixedPolicy(Stays):
         ([[[0.0, 1.0, 2.0], [3.0, 1.0, 2.0]]], "expected a placement of integers"),
     ],
 )
-def test_invalid_responses_are_reported_and_valid_ones_scored(
+def test_invalid_responses_are_reported_and_valid_ones_are_scored(
     contest: Contest, scene: Scene, answer: list[object], why: str | None
 ) -> None:
     decision = contest._ask("one", partial(FixedPolicy, np.array(answer)), scene)
@@ -282,10 +282,10 @@ class StairEplbPolicy:
 """
 
 
-def test_stair_receives_the_ratio_after_its_last_change(
+def test_stair_receives_the_ratio_after_the_last_change_of_the_layer(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")
+    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: torch is not installed")
     monkeypatch.setattr(archives, "SOURCES", tmp_path)
     folder = VLLM_ASCEND_NEXT.root / VLLM_ASCEND_NEXT.folder
     folder.mkdir(parents=True)

@@ -49,7 +49,7 @@ def test_peers_use_the_mean_interval_of_our_decisions(decisions: int, interval: 
     assert interval_of(scenario, [Row("ours", 1.0, 0.0, decisions, 0.0)]) == interval
 
 
-def test_untuned_heat_drifts_at_a_constant_number_of_tokens() -> None:
+def test_untuned_heat_drifts_while_its_number_of_tokens_is_constant() -> None:
     scenarios = list(untuned(0, 1))
     assert [scenario.name for scenario in scenarios] == [f"{kind} (untuned)" for kind in UNTUNED]
     for scenario in scenarios:

@@ -80,7 +80,7 @@ def test_the_service_accepts_the_reports_of_simulated_ranks() -> None:
 
 
 def measured(**found: Any) -> Measured:
-    """Return a half-hour run that met every target, except for the values in ``found``."""
+    """Return the figures of a half-hour run that met every target, overridden by the figures in ``found``."""
     good: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(Measured)}
     good |= {"ranks": 256, "seconds": 1800.0, "steps_per_second": 20.0, "wanted_per_second": 20.0}
     good |= {"cpu_percent": 8.0, "deciding_cpu_seconds": (1.0, 1.0), "plan_ms": (1.0, 1.0, 9.0)}
@@ -114,7 +114,7 @@ def verdicts_of(found: Measured) -> dict[str, bool]:
             {"ranks": 64, "seconds": 20.0, "steps_per_second": 19.2, "reports_per_second": 1280.0},
             {"steps are assembled"},
         ),
-        # A short run does not judge rates and memory, but still reports losses.
+        # Rates and memory are not judged in a short run, but losses are still reported.
         (
             {"seconds": 10.0, "steps_per_second": 13.0, "reports_per_second": 80.0, "lost_steps": 3},
             {"no step is"},
@@ -159,7 +159,7 @@ def test_a_child_process_notices_that_the_measuring_process_has_exited() -> None
 
 
 @pytest.mark.slow
-def test_every_ratio_of_the_layer_switch_is_measured(tmp_path: Path) -> None:
+def test_the_switch_benchmark_measures_every_ratio(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     subprocess.run([sys.executable, "-m", "benchmarks.switch.run", *SMALL, "--json", found], check=False)
     ratios = json.loads(found.read_text())["ratios"]

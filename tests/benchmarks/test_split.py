@@ -77,7 +77,7 @@ def test_ratios_of_drawn_steps_meet_or_miss_their_targets(even: float, stepwise:
     assert [target.met for target in of_drawn("steps", rows)] == [met, met]
 
 
-def test_the_cpu_of_decisions_is_compared_over_all_windows() -> None:
+def test_the_cpu_time_of_decisions_is_compared_over_all_windows() -> None:
     heat_TLE = np.random.default_rng(0).multinomial(64, np.full(6, 1 / 6), (12, 1))
     found = decision_cpu(Scenario("small", heat_TLE, 4, 2, 4), window=4, windows=2)
     assert all(len(milliseconds) == 2 and min(milliseconds) > 0 for milliseconds in found.values())
@@ -86,7 +86,7 @@ def test_the_cpu_of_decisions_is_compared_over_all_windows() -> None:
     assert not of_decisions("heat", {"tables": [1.0, 3.0], "step": [4.0, 9.0]}).met
 
 
-def test_a_single_step_over_one_token_above_the_optimum_misses_the_target() -> None:
+def test_a_single_step_more_than_one_token_above_the_optimum_misses_the_target() -> None:
     found = [
         Exactness(4, 2, 256, "drawn", [0.5, 1.0]),
         Exactness(4, 2, 1024, "drawn", [0.0, 1.5]),

@@ -22,7 +22,7 @@ def cell(policy: str, seed: int, in_sample: float, next_window: float, kind: str
 
 
 def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
-    """Return rows for a policy with these results and for a full re-solve that realises 1.5 with 1,000 moves."""
+    """Return rows for a policy with these results and for a full re-solve that realises PAR 1.5 with 1,000 moves."""
     found = []
     for policy, par, moved in ((label, realised, moves), (FULL.label, 1.5, 1000)):
         row = {
@@ -50,7 +50,7 @@ def keeping(changed: int) -> list[dict[str, Any]]:
 
 
 def few_slots(*next_windows: float) -> list[dict[str, Any]]:
-    """Return one row per seed for our policy, and two rows that realise 1.5 without annealing."""
+    """Return one row per seed for our policy, and two rows that realise PAR 1.5 without annealing."""
     ours = [cell(OURS_EVEN, seed, 1.4, par) for seed, par in enumerate(next_windows)]
     return [*ours, cell(UNANNEALED, 0, 1.45, 1.5), cell(UNANNEALED, 1, 1.45, 1.5)]
 
@@ -62,7 +62,7 @@ def test_a_cell_is_judged_by_its_worst_seed() -> None:
     assert compared_cells(rows)[0].failings == ("in sample by 0.0010",)
 
 
-def test_times_are_compared_by_summing_each_kinds_minimum() -> None:
+def test_times_are_compared_by_the_sum_of_the_minimum_for_each_kind_of_heat() -> None:
     rows = [
         {"shape": SHAPE, "kind": kind, "policy": policy, "cpu_seconds": seconds}
         for policy, kind, seconds in (

@@ -35,7 +35,7 @@ SWITCHED = {"layers_switched": 7, "experts_moved": 9, "bytes_moved": 10**6, "ste
 PAR = {"before": 1.5, "after": 1.1, "steps": 80}
 
 
-def run_external_policy(text: str, shift: float = 0.0, error: str | None = None) -> Answer:
+def answer_of(text: str, shift: float = 0.0, error: str | None = None) -> Answer:
     ids = list(text.encode())
     candidates = [{str(token): -0.5 + shift, "a": -1.0, "b": -2.0} for token in ids]
     return Answer(ids, candidates, [0.1 * (place + 1) for place in range(len(ids))], error)
@@ -125,19 +125,19 @@ def test_the_load_drifts_and_depends_only_on_its_seed() -> None:
 
 def test_a_token_decided_by_rounding_does_not_count_as_a_wrong_answer() -> None:
     pairs = [
-        (run_external_policy("same"), run_external_policy("same", 1e-6)),
-        (run_external_policy("same"), run_external_policy("sane", 1e-6)),
-        (run_external_policy("same"), run_external_policy("same", 0.1)),
-        (run_external_policy("same"), run_external_policy("same", error="lost")),
+        (answer_of("same"), answer_of("same", 1e-6)),
+        (answer_of("same"), answer_of("sane", 1e-6)),
+        (answer_of("same"), answer_of("same", 0.1)),
+        (answer_of("same"), answer_of("same", error="lost")),
     ]
     found = compare(*zip(*pairs, strict=True))
     assert found.pop("worst_difference") == pytest.approx(0.1)
     assert found == {"requests": 4, "identical": 1, "split_draws": 1, "different": 2}
 
 
-def test_differences_count_only_until_the_answers_diverge() -> None:
-    one = run_external_policy("abcd")
-    other = run_external_policy("abXd")
+def test_differences_after_the_first_different_token_are_ignored() -> None:
+    one = answer_of("abcd")
+    other = answer_of("abXd")
     other.candidates[2]["a"] += 0.25
     other.candidates[3]["a"] += 9.0
     assert compare([one], [other])["worst_difference"] == pytest.approx(0.25)
@@ -146,7 +146,7 @@ def test_differences_count_only_until_the_answers_diverge() -> None:
 
 
 def test_latency_excludes_failed_answers() -> None:
-    found = latency([run_external_policy("abc"), run_external_policy("abcdefgh", error="late")])
+    found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
     assert [found[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx([100.0] * 3)
     assert np.isnan(latency([])["first_p50"])
 
@@ -154,11 +154,9 @@ def test_latency_excludes_failed_answers() -> None:
 def _served(**of_balanced: object) -> list[Round]:
     rounds = []
     for number in range(2):
-        answers = {
-            kind: [run_external_policy("good"), run_external_policy("more")] for kind in (ALONE, BALANCED)
-        }
+        answers = {kind: [answer_of("good"), answer_of("more")] for kind in (ALONE, BALANCED)}
         if number and of_balanced:
-            answers[BALANCED][1] = run_external_policy(**of_balanced)  # type: ignore[arg-type]
+            answers[BALANCED][1] = answer_of(**of_balanced)  # type: ignore[arg-type]
         rounds.append(Round([REQUEST, REQUEST], answers))
     return rounds
 
@@ -192,7 +190,7 @@ def test_an_unsuccessful_run_has_a_complaint_with_the_reason(
     assert message in str(complaint(figures(_served(**of_balanced), switched, PAR)))
 
 
-def test_intervals_come_from_a_bootstrap_over_rounds() -> None:
+def test_confidence_intervals_come_from_a_bootstrap_over_rounds() -> None:
     """The machine is ten times slower in one of the three rounds.
 
     The balanced server takes twice as long in every round.
@@ -220,7 +218,7 @@ def test_par_before_and_after_the_first_switch_counts_each_window_once() -> None
     assert "PAR 1.100" in watched.line
 
 
-def test_planning_is_paused_until_the_par_before_any_switch_is_known() -> None:
+def test_planning_is_paused_until_the_par_before_any_switch_is_measured() -> None:
     service = Mock()
     watched = Watched(service)
     with watched.left_alone():
@@ -243,7 +241,7 @@ def test_only_the_balanced_server_gets_the_address_of_the_service(
     assert json.loads(command[command.index("--eplb-config") + 1])["num_redundant_experts"] == 8
 
 
-def test_the_measured_lines_give_moves_and_par_before_and_after_the_first_move(tmp_path):
+def test_moves_and_par_before_and_after_the_first_move_are_read_from_the_measured_lines(tmp_path):
     path = tmp_path / "eplb.jsonl"
     lines = [{"imbalance": 1.4}, {"fetched": 0}, {"imbalance": 1.2}, {"fetched": 5}, {"imbalance": 1.1}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -252,7 +250,7 @@ def test_the_measured_lines_give_moves_and_par_before_and_after_the_first_move(t
     assert par == {"before": pytest.approx(1.3), "after": 1.1, "steps": 3}
 
 
-def test_policy_mode_states_no_bytes_because_vllm_does_not_count_them():
+def test_policy_mode_omits_the_bytes_moved_because_vllm_does_not_count_them():
     found = {"layers_switched": 4, "experts_moved": 51}
     assert _moves(found | {"bytes_moved": None})["moved"] == "51 experts"
     assert _moves(found | {"bytes_moved": 2_500_000})["moved"] == "51 experts, 2.5 MB"

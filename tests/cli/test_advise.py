@@ -35,7 +35,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
     assert len(reported["gain_L"]) == 2
 
 
-def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, capsys):
+def test_with_a_cost_curve_the_advice_shows_the_time_and_memory_of_slots(tmp_path, trace, capsys):
     curve = tmp_path / "curve.json"
     write_curves(curve, [H200])
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
@@ -45,7 +45,9 @@ def test_a_cost_curve_weighs_slots_against_time_and_memory(tmp_path, trace, caps
         assert phrase in out
     code, out, _ = eplb(capsys, "advise", *arguments, "--json")
     reported = checked_document("advise", out)
-    assert {"name": "commit_ms", "value": "0.5 ms and a copy", "source": "assumed"} in reported["assumptions"]
+    assert {"name": "commit_ms", "value": "0.5 ms plus a copy", "source": "assumed"} in reported[
+        "assumptions"
+    ]
     assert reported["chosen"]["moe_ms"] < reported["moe_ms_left_alone"] * 1.001
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30
 

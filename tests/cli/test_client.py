@@ -58,19 +58,19 @@ def error_of(
     code, out, err = eplb(capsys, *command, "--address", address, *flags)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "no service listens" not in err or address.endswith(":1")
+    assert "no service is listening" not in err or address.endswith(":1")
     return str(err)
 
 
 @pytest.mark.parametrize("command", [("status", "decode"), ("pause", "decode"), ("deployments",)])
-def test_a_service_with_tls_asks_for_its_ca_certificate(
+def test_the_error_for_a_service_with_tls_asks_for_its_ca_certificate(
     capsys: Any, authority: Authority, command: tuple[str, ...]
 ) -> None:
     with serving(*authority.sign("localhost")) as address:
         assert "uses TLS; pass its CA certificate with --tls-ca" in error_of(capsys, address, command=command)
 
 
-def test_a_certificate_with_a_wrong_authority_name_or_date_is_rejected(
+def test_an_expired_certificate_or_one_with_the_wrong_authority_or_host_is_rejected(
     capsys: Any, authority: Authority, stranger: Authority
 ) -> None:
     with serving(*authority.sign("localhost")) as address:
@@ -123,8 +123,8 @@ class _Quiet(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_missing_service_and_a_foreign_server_are_distinguished(capsys: Any) -> None:
-    assert "no service listens at 127.0.0.1:1" in error_of(capsys, "127.0.0.1:1")
+def test_a_missing_service_is_distinguished_from_an_unrelated_server(capsys: Any) -> None:
+    assert "no service is listening at 127.0.0.1:1" in error_of(capsys, "127.0.0.1:1")
     with http.server.HTTPServer(("127.0.0.1", 0), _Quiet) as website:
         threading.Thread(target=website.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{website.server_address[1]}"

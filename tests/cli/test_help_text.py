@@ -64,7 +64,7 @@ def test_options_are_in_their_sections_and_arguments_are_named(capsys):
 
 
 @pytest.mark.parametrize("example", main.EXAMPLES)
-def test_examples_parse(example):
+def test_every_example_in_the_help_parses(example):
     program, name, *rest = shlex.split(example)
     command = PARSERS[name]
     if hasattr(command, "commands"):

@@ -18,12 +18,12 @@ def test_version_is_printed(capsys):
     assert eplb(capsys, "--version") == (0, f"eplb {__version__}\n", "")
 
 
-def test_no_command_prints_the_help(capsys):
+def test_eplb_without_a_command_prints_the_help(capsys):
     assert eplb(capsys) == eplb(capsys, "--help")
     assert eplb(capsys, "trace") == eplb(capsys, "trace", "--help")
 
 
-def test_help_imports_nothing_heavy():
+def test_help_does_not_import_heavy_packages():
     probe = (
         "import sys; from eplb_service.cli import main; main.run(['--help']);"
         "print(sorted({'numba', 'grpc', 'torch', 'pydantic_settings'} & set(sys.modules)), file=sys.stderr)"
@@ -55,7 +55,7 @@ def test_a_users_mistake_is_reported_on_one_line(capsys, monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), OSError(5, "a bug")])
-def test_a_bug_raises_its_traceback(monkeypatch, error):
+def test_a_bug_propagates_as_an_exception(monkeypatch, error):
     command_that_raises(monkeypatch, error)
     with pytest.raises(type(error)):
         main.run(["solve"])
@@ -83,7 +83,7 @@ def test_a_full_disk_is_not_reported_as_an_unreadable_trace(tmp_path):
     assert out.exists()
 
 
-def test_each_kernel_of_the_solver_is_reported_once_when_compiled():
+def test_each_solver_kernel_is_reported_once_when_it_is_compiled():
     def doubled(x):
         return 2 * x
 

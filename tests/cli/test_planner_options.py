@@ -1,4 +1,4 @@
-"""Every planner setting is declared once and is an option, with the same default, of every command that decides."""
+"""Every planner setting is declared once and is an option of every command that decides, with the same default."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_every_setting_is_an_option_of_every_command_that_it_affects(command):
     ],
 )
 def test_help_works_without_docstrings(arguments, shown):
-    """``python -OO`` strips docstrings."""
+    """``python -OO`` strips docstrings, which must not be the source of the help."""
     command = [sys.executable, "-OO", "-m", "eplb_service.cli.main", *arguments.split()]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -65,7 +65,7 @@ def test_table_and_page_have_the_same_figures(trace, tmp_path, capsys):
     assert max(map(len, table)) <= 80
 
 
-def test_a_recording_states_ranks_and_slots(tmp_path, heat, capsys):
+def test_ranks_and_slots_default_to_those_of_the_recording(tmp_path, heat, capsys):
     path = tmp_path / "recorded.zarr"
     with TraceWriter(path, TraceFacts(ranks=4, slots=5), 2, 16) as writer:
         writer.append(heat)
@@ -74,6 +74,6 @@ def test_a_recording_states_ranks_and_slots(tmp_path, heat, capsys):
     assert "2 layers x 16 experts on 4 ranks x 5 slots; 96 steps scored" in printed
 
 
-def test_ranks_that_are_not_recorded_are_required(trace, capsys):
-    assert "give --ranks, because the trace does not record" in refusal(capsys, "prove", "--heat", trace)
+def test_ranks_and_slots_are_required_if_they_are_not_recorded(trace, capsys):
+    assert "the trace does not record the number of ranks; pass" in refusal(capsys, "prove", "--heat", trace)
     assert "give --slots" in refusal(capsys, "prove", "--heat", trace, "--ranks", 4)

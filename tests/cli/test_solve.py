@@ -112,14 +112,17 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     # have means of 213.8 and 208.1, with a standard error of 0.2 %.
     hottest = float(re.search(r"all 1 .* (\d+\.\d+) +10\.0", printed)[1])
     assert hottest == pytest.approx(213.8, rel=0.006)
-    even = re.search(r"\(vLLM, --split even\) reaches PAR (\S+), hottest rank (\S+)\.\n", printed)
+    even = re.search(
+        r"\(vLLM, --split even\) reaches PAR (\S+); its hottest rank processes (\S+) tokens per step\.\n",
+        printed,
+    )
     assert float(even[2]) == pytest.approx(208.1, rel=0.006)
     assert float(even[1]) == pytest.approx(float(even[2]) / 181.25, abs=1e-3)
     _, printed, _ = solve(capsys, *arguments, "--split", "even", "--json")
     assert json.loads(printed)["par_after_split_even"] is None
 
 
-def test_a_cost_curve_compares_a_stepwise_split_with_tables_net_of_its_cost(tmp_path, trace, capsys):
+def test_with_a_cost_curve_a_stepwise_split_is_compared_with_tables_net_of_its_cost(tmp_path, trace, capsys):
     write_curves(tmp_path / "curve.json", [H200])
     arguments = ["--heat", trace, *SHAPE, "--split", "step"]
     arguments += ["--cost-curve", tmp_path / "curve.json", "--out", tmp_path / "a.npz"]

@@ -1,4 +1,4 @@
-"""Tests of ``eplb sweep``: every trace is run with every setting, and errors occur before the first run."""
+"""Tests of ``eplb sweep``: every trace is run with every setting, and errors are reported before the first run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, *capsys.readouterr()
 
 
-def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_is_one_table_that_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed, _ = run(capsys, "monday.npz", TUESDAY, *GRID, "--set", "par-threshold=1.02,1.5")
     assert code == 0
     tables = printed.partition("\nPAR: ")[0]

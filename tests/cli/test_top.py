@@ -19,7 +19,7 @@ def look_at(look: Pictured, width: int = 80, height: int | None = None) -> list[
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (120, 40), (200, 70)])
-def test_a_large_deployment_fits(width: int, height: int) -> None:
+def test_a_large_deployment_fits_in_the_terminal(width: int, height: int) -> None:
     lines = look_at(messages(320, 61), width, height)
     rows = [line for line in lines if line.count("■") > 20]
     assert 8 <= len(rows) <= 61
@@ -70,7 +70,7 @@ def test_a_terminal_of_24_lines_shows_the_key_figures() -> None:
     assert sum(line.count("■") > 20 for line in lines) >= 5
 
 
-def test_the_initial_layout_is_a_line_of_the_chart() -> None:
+def test_the_initial_layout_is_drawn_as_a_line_in_the_chart() -> None:
     look = messages(8, 12)
     lines = look_at(look, 100)
     assert any("╌╌╌" in line for line in lines)
@@ -102,7 +102,7 @@ def test_only_q_quits(pressed: str, leaves: bool, monkeypatch: pytest.MonkeyPatc
     os.close(keyboard)
 
 
-def test_an_empty_service_and_an_idle_deployment_say_so() -> None:
+def test_a_service_without_deployments_and_a_deployment_without_measurements_are_reported() -> None:
     assert drawn(render([], None, None, 80, None)) == ["no deployments yet: no agent has connected"]
     status = operator_pb2.DeploymentStatus(deployment="decode", ranks=4)
     whole = operator_pb2.GetStatusResponse(status=status)

@@ -73,7 +73,7 @@ def test_an_engine_that_exits_is_reported_with_its_cause(start):
         engine.generate([[5]], 3)
 
 
-def test_an_error_of_a_call_is_reported_and_leaves_the_engine_usable(start):
+def test_an_error_in_a_call_is_reported_and_leaves_the_engine_usable(start):
     engine = start()
     with pytest.raises(EngineError, match="AttributeError: 'LLM' object has no attribute 'sleep'"):
         engine.sleep_and_wake()
@@ -85,7 +85,7 @@ def test_the_cause_replaces_an_error_that_only_points_to_the_log(start):
         start(Setup(sleeps=True))
 
 
-def test_the_whole_kit_reports_on_a_stand_in(tmp_path, capsys):
+def test_the_whole_kit_runs_on_a_stand_in_and_prints_its_report(tmp_path, capsys):
     report = tmp_path / "report.json"
     names = ["--scenarios", "rotate,under-load,sleep,quantised"]
     assert main(command(toy_model(tmp_path), *names, "--json", str(report))) == 0
@@ -103,7 +103,7 @@ def test_the_whole_kit_reports_on_a_stand_in(tmp_path, capsys):
     assert "    NotImplementedError: no fp8 kernels" in lines
 
 
-def test_a_faulty_engine_fails_the_command(tmp_path, capsys):
+def test_a_faulty_engine_makes_the_command_fail(tmp_path, capsys):
     fault = ["--engine-options", '{"faults": ["reloads-initial-slots"]}', "--scenarios", "reload"]
     assert main(command(toy_model(tmp_path), *fault)) == 1
     assert "vllm: FAILED (1 differs)" in capsys.readouterr().out
@@ -114,15 +114,18 @@ def test_a_faulty_engine_fails_the_command(tmp_path, capsys):
     [
         (["nemo"], "ENGINE nemo is unknown; use vllm, sglang or MODULE:FUNCTION"),
         (["tests.conformance.toy_engine:begin"], "has no attribute 'begin'"),
-        (["vllm", "--scenarios", "rotate,jump"], "--scenarios: there is no jump; choose from no-moves"),
+        (
+            ["vllm", "--scenarios", "rotate,jump"],
+            "--scenarios contains unknown names (jump); choose from no-moves",
+        ),
         (["vllm", "--model", "/nowhere"], "--model /nowhere has no config.json"),
-        (["vllm", "--model", "DENSE"], "has no number of experts"),
+        (["vllm", "--model", "DENSE"], "does not specify both a number of experts and vocab_size"),
         (["vllm", "--model", "MODEL", "--ranks", "4", "--redundant", "1"], "--redundant 1: 6 experts"),
         (["vllm", "--model", "MODEL", "--folder", "MODEL"], "is not empty"),
         (["vllm", "--python", "/nowhere/python"], "--python /nowhere/python is not an executable"),
     ],
 )
-def test_wrong_options_are_reported_without_a_traceback(options, message, tmp_path, capsys):
+def test_invalid_options_are_reported_without_a_traceback(options, message, tmp_path, capsys):
     dense = tmp_path / "dense"
     dense.mkdir()
     (dense / "config.json").write_text(json.dumps({"vocab_size": 64}))
@@ -163,7 +166,7 @@ def test_an_order_that_the_engine_did_not_adopt_is_reported(tmp_path):
     assert state == {"adopted": 0, "skipped": 1, "placement": [[0, 1, 1]]}
 
 
-def test_other_models_keep_their_placement(tmp_path):
+def test_a_model_of_a_different_shape_keeps_its_placement(tmp_path):
     orders = Orders(tmp_path)
     orders.decide([[0, 1, 0]], 0, lambda _: None)
     write_json(tmp_path / order_file(1), [[1, 0, 0]])
@@ -171,7 +174,7 @@ def test_other_models_keep_their_placement(tmp_path):
     assert orders.decide([[0, 1, 0]], 0, lambda _: None) == [[1, 0, 0]]
 
 
-def test_the_last_cause_in_a_log_is_found():
+def test_the_last_error_in_a_log_that_wraps_no_other_is_the_cause():
     log = "x ValueError: 1\n(Worker) torch.OutOfMemoryError: second\nRuntimeError: Engine core initialization failed"
     assert cause_in(log) == "torch.OutOfMemoryError: second"
     assert cause_in("killed by a signal\n") == "killed by a signal"

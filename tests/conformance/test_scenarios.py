@@ -1,4 +1,4 @@
-"""Tests that every scenario passes on a correct engine, and that the scenarios find faults of moves."""
+"""Tests that every scenario passes on a correct engine, and that the scenarios detect faults in moves."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def test_a_correct_engine_passes_every_scenario_and_all_controls_are_detected():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_by_its_scenario(fault):
+def test_each_fault_is_detected_by_the_scenario_for_it(fault):
     name, verdict = FAULTS[fault]
     report, _ = report_of(fault, names=[name])
     outcome = report.outcomes[0]
@@ -67,8 +67,8 @@ def test_a_fault_is_found_by_its_scenario(fault):
     assert not report.passed
 
 
-def test_only_late_tables_are_hidden_from_moves_without_load():
-    """Shows that the scenario under load is necessary, and that it compares tokens of the steps around a move."""
+def test_only_the_scenario_under_load_detects_tables_that_switch_late():
+    """The scenario is therefore necessary, and it compares tokens of the steps around a move."""
     report, _ = report_of("switches-tables-late", names=["rotate", "swap", "random", "under-load"])
     by_name = verdicts(report)
     assert [by_name[name] for name in ("rotate", "swap", "random", "under-load")] == ["equal"] * 3 + [
@@ -76,11 +76,11 @@ def test_only_late_tables_are_hidden_from_moves_without_load():
     ]
 
 
-def test_a_scenario_after_a_failed_one_has_another_engine():
+def test_the_scenario_after_a_failed_one_runs_on_a_new_engine():
     report, engines = report_of("fills-two-replicas", names=["random", "under-load"])
     assert verdicts(report)["random"] == "differs"
     assert verdicts(report)["under-load"] == "equal"
-    # random, under-load, and two controls of rotate are not run without rotate.
+    # One engine for each scenario. The controls do not run, because they need rotate.
     assert len(engines) == 2
 
 
@@ -99,7 +99,7 @@ def test_an_engine_that_does_not_start_is_started_once_and_the_reason_is_reporte
     assert not report.passed
 
 
-def test_controls_that_the_answers_do_not_show_fail_the_report():
+def test_a_control_that_is_not_detected_fails_the_report():
     def start(setup):
         return ToyEngine(Setup(setup.quantised, setup.sleeps))
 
@@ -120,7 +120,7 @@ def test_a_run_without_moves_does_not_pass():
     assert not report.passed
 
 
-def test_rotation_brings_every_expert_to_every_slot():
+def test_rotation_moves_every_expert_to_every_slot():
     placement = ToyEngine().placement()
     visited = [set() for _ in range(EXPERTS)]
     for _ in range(SLOTS):
@@ -131,7 +131,7 @@ def test_rotation_brings_every_expert_to_every_slot():
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8, 9])
-def test_rounds_exchange_every_pair_of_slots_once(slots):
+def test_the_swap_rounds_contain_every_pair_of_slots_once(slots):
     rounds = swap_rounds(slots)
     pairs = [pair for round_ in rounds for pair in round_]
     assert sorted(pairs) == list(itertools.combinations(range(slots), 2))
@@ -146,7 +146,7 @@ def test_swaps_keep_each_layers_replica_counts():
         assert (swapped(placement, number) != placement).any(axis=1).all()
 
 
-def test_random_placements_contain_every_expert_and_end_with_one_hot_expert():
+def test_random_placements_contain_every_expert_and_the_last_gives_one_expert_all_spare_slots():
     *_, last = placements = list(random_placements(ToyEngine().placement(), 5, seed=3))
     for placement in placements:
         assert placement.shape == (LAYERS, SLOTS)

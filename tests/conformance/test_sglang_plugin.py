@@ -15,7 +15,7 @@ GROUPS = "sglang.srt.distributed.parallel_state"
 
 
 class LazyWeights:
-    """Like SGLang's ``LazyValue``: it has the methods of a dictionary, but iteration goes by index."""
+    """Like SGLang's ``LazyValue``: it has the methods of a dictionary, but is iterated by index."""
 
     def __init__(self, weights):
         self._weights = weights

@@ -1,4 +1,4 @@
-"""A small MoE language model in numpy with an EPLB, and faults that the kit must find.
+"""A small MoE language model in numpy with an EPLB, and faults that the kit must detect.
 
 ``TOY_FAULTS`` names the faults of engines that the command line starts.
 """
@@ -24,9 +24,9 @@ class ToyEngine:
     Parameters
     ----------
     setup
-        Setup of the kit.
+        Options of the scenario.
     faults
-        Names of faults.
+        Names of the faults that the engine has.
     """
 
     def __init__(self, setup=None, faults=()):
@@ -37,7 +37,7 @@ class ToyEngine:
         self.faults = set(faults) | {setup.control}
         self.embedding_VH = draw.normal(size=(VOCABULARY, HIDDEN))
         self.router_LHE = draw.normal(size=(LAYERS, HIDDEN, EXPERTS))
-        # Like int8 weights and their scales. Without quantisation, all scales are equal.
+        # int8 weights and one scale per expert. If the engine is not quantised, all scales are 1.
         self.checkpoint = [
             draw.integers(-127, 128, size=(LAYERS, EXPERTS, HIDDEN, HIDDEN)).astype(np.int8),
             draw.uniform(0.5, 2.0, size=(LAYERS, EXPERTS)) if setup.quantised else np.ones((LAYERS, EXPERTS)),

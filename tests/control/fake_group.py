@@ -1,4 +1,4 @@
-"""Fake ranks that implement the agents' side of the stream and carry out every plan at once."""
+"""Fake ranks that implement the agents' side of the stream and carry out every plan immediately."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hello_of(live: DeployedLayout, rank: int, **changes: Any) -> agent_pb2.Hello
 
 
 def heat_report(live: DeployedLayout, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
-    """Return the report of ``rank`` when every rank sends ``heat_TLE`` and dispatches it with its own tables."""
+    """Return the report of ``rank`` if every rank dispatches ``heat_TLE`` with the sending rank's own tables."""
     _, ranks, slots = live.placement.phy2log_LRS.shape
     steps, layers, _ = heat_TLE.shape
     slot_TLP = np.zeros((steps, layers, ranks * slots), dtype=np.int64)
@@ -103,10 +103,10 @@ class FakeRank:
                     await self.call.write(part)
 
     async def hear(self, *, calls: bool = False) -> agent_pb2.ConnectResponse:
-        """Return the next message except a balance. Reporting requests are skipped and kept in ``reporting_requests``.
+        """Return the next message other than a balance.
 
-        Call-offs are also skipped unless ``calls`` is true. These ranks carry out a plan at once, so a call-off always
-        arrives too late.
+        Reporting requests are skipped and kept in ``reporting_requests``. Call-offs are also skipped unless ``calls``
+        is true. These ranks carry out a plan immediately, so a call-off always arrives too late.
         """
         skipped_kinds = {"reporting", "balance"} if calls else {"reporting", "balance", "call_off"}
         message = await asyncio.wait_for(self.call.read(), self.patience)

@@ -27,7 +27,7 @@ def test_a_curve_for_any_phase_matches_every_phase(tmp_path):
     assert read_curve(str(path)) == read_curve(f"{path}:decode")
 
 
-def test_the_phase_is_required_if_a_file_has_several(tmp_path):
+def test_the_phase_is_required_if_a_file_has_several_phases(tmp_path):
     path = tmp_path / "curve.json"
     write_curves(path, [H200, replace(H200, phase="prefill")])
     with pytest.raises(CurveError, match=r"select one, as in .*curve.json:decode"):

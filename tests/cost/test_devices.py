@@ -46,7 +46,9 @@ def test_every_device_has_a_curve_for_every_model(gpu: str, model: str) -> None:
         ("h100", "gpt-5", "--model 'gpt-5'"),
     ],
 )
-def test_unknown_names_are_rejected_with_the_supported_ones(gpu: str, model: str, message: str) -> None:
+def test_unknown_names_are_rejected_and_the_supported_ones_are_listed(
+    gpu: str, model: str, message: str
+) -> None:
     with pytest.raises(DeviceError, match=message):
         estimated_curve(gpu, model)
 

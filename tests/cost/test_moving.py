@@ -1,4 +1,4 @@
-"""Costs of moves are estimated from switches and steps, only if they are certain, and resist single outliers."""
+"""Move costs are estimated from switches and steps, if the data suffice. Single outliers change little."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_steps_before_and_after_a_plan_have_equal_weight() -> None:
 
 
 def test_only_the_steps_during_the_transfer_are_attributed_to_it() -> None:
-    # A transfer of 25 ms at 10 ms per step covers the last steps before boundary 116. Voting takes the steps before.
+    # A transfer of 25 ms at 10 ms per step covers the last steps before boundary 116. The steps before those are
+    # for voting.
     plan = SwitchedPlan(100, 121, (Switch(0.01, 0.025, 0.001, 100, 116),))
     step_T = np.arange(200.0)
     us_T = np.full(200, 10_000.0)

@@ -1,4 +1,4 @@
-"""Step times yield the curve behind them with valid bounds, and no curve if they do not depend on one."""
+"""A fit to step times recovers the underlying curve with valid bounds, and yields no curve if the times follow none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bounds_contain_the_true_curve_and_widen_with_noise():
     assert quiet.most - quiet.least < loud.most - loud.least
 
 
-def test_times_that_do_not_depend_on_the_distribution_of_tokens_give_no_curve():
+def test_step_times_that_do_not_depend_on_the_token_distribution_give_no_curve():
     us_T, tokens = steps(H200, noise=0.0)
     batch_T = tokens.sum(axis=(1, 2, 3))
     scatter_T = np.random.default_rng(2).standard_normal(len(us_T))

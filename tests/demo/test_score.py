@@ -70,7 +70,7 @@ def test_steps_without_tokens_have_no_par() -> None:
 
 
 @pytest.mark.parametrize("split", ["tables", "step"])
-def test_view_and_summary_show_the_figures(split: str) -> None:
+def test_the_view_and_the_summary_show_the_figures(split: str) -> None:
     console = Console(record=True, width=140, file=io.StringIO())
     console.print(Screen(console, None, STEPS).view(scored_board(), "serving"))
     console.print(table(summarise(scored_board(), replace(STAGE, split=split))))

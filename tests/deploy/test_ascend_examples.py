@@ -27,7 +27,7 @@ SIZES = {
 
 
 def documented():
-    """Return environment and arguments of the first command in docs/vllm_ascend.md."""
+    """Return the environment and the arguments of the first command in docs/vllm_ascend.md."""
     text = (ROOT / "docs/vllm_ascend.md").read_text()
     arguments = shlex.split(
         re.search(r"EPLB_AGENT_SERVICE=(?:.|\n)*?(?=\n```)", text)[0].replace("\\\n", " ")
@@ -37,7 +37,7 @@ def documented():
 
 
 def model_of(pod):
-    """Return environment and arguments of a pod's engine."""
+    """Return the environment and the arguments of a pod's engine."""
     [model] = [container for container in pod["containers"] if container["name"] == "model"]
     values = {entry["name"]: entry.get("value", "10.0.0.7") for entry in model["env"]}
     arguments = model["args"]
@@ -56,7 +56,7 @@ def two_pods():
 
 
 def checked(monkeypatch, device, environment, arguments):
-    """Run the adapter's checks of settings and weights with this environment and these arguments."""
+    """Run the adapter's checks on settings and weights with this environment and these arguments."""
     for name in [name for name in os.environ if name.startswith("EPLB_AGENT_")]:
         monkeypatch.delenv(name)
     for name, value in environment.items():

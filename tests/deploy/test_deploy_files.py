@@ -71,7 +71,9 @@ def test_the_build_context_contains_everything_that_the_image_copies():
     assert [name for name in sent if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl is not installed; it makes the certificates"
+)
 async def test_generated_credentials_authorise_each_role(tmp_path):
     command = [str(DEPLOY / "make-credentials.sh"), str(tmp_path / "secrets"), "eplb"]
     for _ in range(2):
@@ -109,7 +111,7 @@ def health_server():
     server.stop(grace=None).wait()
 
 
-def test_the_healthcheck_exits_with_the_services_health(health_server, monkeypatch, capsys):
+def test_the_healthchecks_exit_code_is_0_only_if_the_service_is_healthy(health_server, monkeypatch, capsys):
     port, servicer = health_server
     monkeypatch.setenv("EPLB_LISTEN", f"0.0.0.0:{port}")
 

@@ -12,7 +12,9 @@ from eplb_service.control.server.settings import load_settings
 from tests.deploy.files import DEPLOY, load
 from tests.deploy.manifests import OPERATOR_SCHEMAS, VERSIONS, WITHOUT_SCHEMA, manifests
 
-helm = pytest.importorskip("helm_python", reason="THE CHART IS NOT RENDERED: no helm-python-sdk here")
+helm = pytest.importorskip(
+    "helm_python", reason="THE CHART IS NOT RENDERED: helm-python-sdk is not installed"
+)
 
 CHART = DEPLOY / "helm/eplb-service"
 SEVERAL = {"replicas": 2, "monitoring": {"enabled": True, "labels": {"release": "prometheus"}}}
@@ -76,7 +78,7 @@ def test_several_replicas_equal_the_high_availability_patches():
         name = item["kind"], item["metadata"]["name"]
         expected = without_nulls(item)
         if item["kind"] == "Deployment":
-            # A strategic merge replaces a volume of another kind.
+            # A strategic merge replaces a volume if its kind differs.
             volumes = expected["spec"]["template"]["spec"]["volumes"]
             assert [volume for volume in volumes if volume["name"] == "store"] == [
                 {"name": "store", "emptyDir": {}}
@@ -163,7 +165,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_value_reaches_its_object(version):
+def test_every_chart_value_appears_in_its_rendered_object(version):
     objects = rendered(EVERYTHING)
     for item in objects.values():
         if item["kind"] not in WITHOUT_SCHEMA:

@@ -47,7 +47,9 @@ def kustomized(folder):
     return {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: kubectl is not installed"
+)
 def test_either_of_two_replicas_may_hold_the_lease():
     assert min(len(kustomized(folder)) for folder in ("base", "monitoring")) >= 2
     built = kustomized("ha")
@@ -146,11 +148,11 @@ def test_the_files_of_a_kustomization_exist():
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
-def test_deployments_are_consistent(deployment):
+def test_labels_volumes_and_ports_of_each_deployment_are_consistent(deployment):
     template = deployment["spec"]["template"]
     pod = template["spec"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    # The monitor of ../monitoring finds the base's pods, so annotations would scrape them twice.
+    # The monitor in ../monitoring finds the base's pods. With annotations as well, they would be scraped twice.
     expected = None if deployment["metadata"]["name"] == "eplb" else str(METRICS_PORT)
     assert template["metadata"].get("annotations", {}).get("prometheus.io/port") == expected
     volumes = {volume["name"] for volume in pod["volumes"]}
@@ -168,7 +170,7 @@ def test_deployments_are_consistent(deployment):
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)
-def test_environment_variables_are_known(deployment, monkeypatch):
+def test_the_agent_or_the_service_knows_every_environment_variable(deployment, monkeypatch):
     for container in deployment["spec"]["template"]["spec"]["containers"]:
         values = {entry["name"]: entry.get("value", "any") for entry in container.get("env", [])}
         of_agent = {name for name in values if name.startswith("EPLB_AGENT_")}
@@ -195,7 +197,7 @@ def test_the_sidecar_example_enables_the_agent():
     assert {"name": "EPLB_LISTEN", "value": values["EPLB_AGENT_SERVICE"]} in service["env"]
 
 
-def test_service_and_deployment_of_the_base_match():
+def test_the_base_service_matches_the_base_deployment():
     service = load("kubernetes/base/service.yaml")
     deployment = load("kubernetes/base/deployment.yaml")
     template = deployment["spec"]["template"]

@@ -28,7 +28,7 @@ def test_a_patch_is_applied_before_validation() -> None:
 
 
 def test_only_the_leader_of_two_replicas_is_selected() -> None:
-    """The patches are merged here. ``test_kubernetes.py`` builds the same with kubectl, if it is installed."""
+    """The patches are merged here. ``test_kubernetes.py`` builds the same objects with kubectl if it is installed."""
     selector = manifests()["ha/leader-only.yaml Service"]["spec"]["selector"]
     assert selector["eplb-service/leads"] == "true"
     assert manifests()["base/service.yaml Service"]["spec"]["selector"].items() < selector.items()

@@ -1,4 +1,4 @@
-"""Tests of when alerts fire and resolve: promtool's unit tests, skipped if promtool is not available."""
+"""Tests for when alerts fire and resolve, run as promtool unit tests and skipped if promtool is not available."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ def promtool():
     path = find("promtool")
     if path is None:
         pytest.skip(
-            "ALERTS ARE NOT TESTED: no promtool here, and Debian's package prometheus cannot be fetched"
+            "ALERTS ARE NOT TESTED: promtool is not installed, and Debian's package prometheus cannot be fetched"
         )
     return path
 

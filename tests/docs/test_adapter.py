@@ -19,7 +19,7 @@ def serve(address, steps, after_switch):
     return toy_host.serve(address, steps, after_switch)
 
 
-async def test_the_toy_host_is_balanced_without_changing_its_outputs():
+async def test_the_toy_host_is_balanced_and_its_outputs_do_not_change():
     async with run_service(settings()) as service:
         results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 6000, 200)
     assert max(worst for worst, _ in results) < 1e-4

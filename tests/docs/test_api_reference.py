@@ -86,7 +86,7 @@ def test_the_reference_lists_the_main_names():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_parameters_results_and_errors_have_their_sections(name):
+def test_parameters_results_and_errors_are_documented_in_their_sections(name):
     function = FUNCTIONS[name]
     assert not re.search(r"\bRaises ``", inspect.getdoc(function)), "errors belong under Raises"
     if not parameters_of(function):

@@ -25,7 +25,7 @@ def blocks(page, kind=r"[\w ]*"):
 
 
 def command_lines(page):
-    """Yield every ``eplb ...`` command of a page's code blocks. A line may contain two commands."""
+    """Yield every ``eplb ...`` command in a page's code blocks. A line may contain two commands."""
     for block in blocks(page):
         for line in block.splitlines():
             for command_line in re.split(r"\s{2,}(?=eplb |#)", line.partition(" #")[0]):

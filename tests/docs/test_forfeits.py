@@ -127,7 +127,7 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
         dispatching(layer(sequence_parallel=True)),
     ],
     ("vLLM", "the naive dispatcher"): [dispatching(layer(naive=True))],
-    ("vLLM", "kernels that route inside (monolithic)"): [dispatching(layer(monolithic=True))],
+    ("vLLM", "kernels that do their own routing (monolithic)"): [dispatching(layer(monolithic=True))],
     ("vLLM", "`--moe-backend deep_gemm_mega_moe`"): [dispatching(SimpleNamespace())],
     ("vLLM", "layers that dispatch differently"): [dispatching(layer(), layer(naive=True))],
     ("vLLM", "pipeline"): [vllm(pipeline_parallel_size=2)],
@@ -142,7 +142,7 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
     ("SGLang", "`--ep-dispatch-algorithm lp`"): [sglang(dispatch="lp")],
     ("SGLang", "pipeline"): [sglang(pipeline_parallel=2)],
     ("SGLang", "context parallel"): [sglang(context_parallel=2)],
-    ("SGLang", "`--ep-size` unlike `--tp-size`"): [sglang(expert_parallel=4)],
+    ("SGLang", "`--ep-size` different from `--tp-size`"): [sglang(expert_parallel=4)],
     ("SGLang", "replicas in one server (`--dp-size`)"): [sglang(replicas=2)],
     ("SGLang", "other recorder modes"): [sglang(recorder="per_pass")],
     ("SGLang", "LoRA, elastic experts, `--enable-pdmux`, offloading"): [
@@ -152,18 +152,18 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
 """Probes of the engine's adapter for each row, one per variant of the feature."""
 
 OF_THE_MODEL = {
-    "recording of expert maps",  # covers both spellings
+    "recording of expert maps",  # matches both spellings
     # Raised while serving if vLLM-Ascend dispatches by all-gather although the check at startup expected a different
     # method.
     "all-gather dispatch with redundant experts",
     "all-gather dispatch on a device that was not expected to use it",
-    "dynamic_eplb on a model without MoE layers that vLLM-Ascend balances",
+    "dynamic_eplb on a model in which vLLM-Ascend balances no MoE layers",
     "MoE layers whose dispatch changed after the model was loaded",
     "a router that picks different replicas for the same tokens",
     "a quantised expert whose tensors vLLM-Ascend replaces during serving",
     ", whose experts' NPU formats differ from those of rank 0",
     " with experts in NPU formats ",
-    "MoE layers of ",
+    "MoE layers (quantisation ",
 }
 """Refusals that depend on the model or on a mismatch between ranks, not on an option."""
 

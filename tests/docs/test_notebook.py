@@ -25,11 +25,11 @@ def test_the_notebook_matches_its_script():
     assert kept == notebook.cells(SCRIPT), "run `python -m tools.notebook`"
 
 
-def test_every_cell_prints_the_notebooks_output():
+def test_every_cell_prints_the_output_shown_in_the_notebook():
     run = notebook.executed(SCRIPT)
     for now, kept in zip(map(printed, run), map(printed, KEPT), strict=True):
         assert NUMBER.sub("#", now) == NUMBER.sub("#", kept), "run `python -m tools.notebook`"
-        # Rounding differs between processors, so a search can end with another placement.
+        # Rounding differs between processors, so a search can end with a different placement.
         numbers = [[float(word) for word in NUMBER.findall(text)] for text in (now, kept)]
         assert numbers[0] == pytest.approx(numbers[1], abs=0.1)
     assert drawn(run) == drawn(KEPT)

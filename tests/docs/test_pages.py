@@ -44,7 +44,7 @@ def test_the_architecture_lists_every_package():
     assert {package for package in packages if not any(path.startswith(package) for path in paths)} == set()
 
 
-def test_contributing_has_every_make_target():
+def test_the_contributing_page_lists_every_make_target():
     targets = set(re.findall(r"^([a-z-]+):.*## ", page("Makefile"), re.MULTILINE)) - {"help", "clean"}
     assert len(targets) > 12
     assert {target for target in targets if f"`make {target}" not in page("CONTRIBUTING.md")} == set()
@@ -55,7 +55,7 @@ def test_files_named_by_pages_exist():
     named = {
         (path.name, name)
         for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-        if path.name != "CHANGELOG.md"  # it also names removed files
+        if path.name != "CHANGELOG.md"  # the changelog also names removed files
         for pattern in (
             r"`(\w+(?:/\w+)+\.py)`",
             r"`((?:eplb_service|worker_agent|tests|tools|docs)/[\w/.]+)`",
@@ -71,8 +71,8 @@ def test_files_named_by_pages_exist():
 @pytest.mark.parametrize(
     ("folder", "pages", "limit"), [(ROOT / "docs", "*.md", 1200), (ROOT, "ARCHITECTURE.md", 2300)]
 )
-def test_pages_are_short(folder, pages, limit):
-    """Pages stay below their limit in words; table markup does not count."""
+def test_pages_do_not_exceed_their_word_limits(folder, pages, limit):
+    """Table markup does not count."""
     words = {path.name: len(re.findall(r"\S*\w\S*", path.read_text())) for path in folder.glob(pages)}
     assert words
     assert {name: count for name, count in words.items() if count > limit} == {}

@@ -1,4 +1,4 @@
-"""The command on the page about proofs runs verbatim and shows the arms that the page shows."""
+"""The command on the page about proofs runs verbatim and prints the arms that the page shows."""
 
 from __future__ import annotations
 

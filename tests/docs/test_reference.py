@@ -50,7 +50,7 @@ def test_every_setting_and_environment_variable_is_listed():
         for path in (ROOT / package).rglob("*")
         if path.suffix in {".py", ".yaml", ".yml"}
         for variable in re.findall(r"\bEPLB_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
-    } - {"EPLB_AGENT", "EPLB_POLICIES"}  # the second is a name of vLLM
+    } - {"EPLB_AGENT", "EPLB_POLICIES"}  # EPLB_POLICIES is a name in vLLM
     assert {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_LISTEN"} <= named
     assert {variable for variable in named if f"`{variable}`" not in SETTINGS} == set()
 

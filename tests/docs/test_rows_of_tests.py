@@ -15,7 +15,7 @@ SOURCES = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the first and last cell of each fault. ``the same`` repeats the cell above."""
+    """Return the first and last cells of each fault's row. ``the same`` stands for the cell above."""
     faults: list[tuple[str, str]] = []
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -32,7 +32,7 @@ ROWS = rows()
 
 
 @pytest.mark.parametrize(("fault", "shown"), ROWS, ids=[fault for fault, _ in ROWS])
-def test_the_tests_of_a_fault_exist(fault: str, shown: str) -> None:
+def test_the_tests_named_in_a_faults_row_exist(fault: str, shown: str) -> None:
     files = re.findall(r"`([a-z_/]+(?:\.py|/))`", shown)
     names = re.findall(r"`(test_\w+?)_?…?`", shown)
     assert files or names or "`misbehaving`" in shown or "explorer" in shown, f"{shown!r} names no test"
@@ -58,7 +58,7 @@ def test_every_operator_has_one_row_that_names_its_check() -> None:
         assert constraints.CHECKS[name].__name__ in named(held), name
 
 
-def test_the_tests_of_an_operator_exist() -> None:
+def test_the_tests_named_for_an_operator_exist() -> None:
     names = {name for _, _, _, held in OPERATORS for name in named(held)} - {"constraints.py"}
     names -= {check.__name__ for check in constraints.CHECKS.values()}
     assert {name for name in names if f"def {name}(" not in SOURCES} == set()

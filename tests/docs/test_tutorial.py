@@ -62,7 +62,7 @@ def test_every_command_runs(folder, monkeypatch, capsys):
         assert (folder / name).exists(), name
 
 
-async def test_every_operator_command_runs_beside_a_service(folder, monkeypatch, capsys):
+async def test_every_operator_command_runs_while_a_service_is_running(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     async with run_service(settings()) as service, FakeGroup(service.address) as group:
         monkeypatch.setenv("EPLB_ADDRESS", service.address)

@@ -158,8 +158,8 @@ REAL_FUTURE = doctor.grpc.channel_ready_future
         (variables(EPLB_AGENT_TLS_CA="/no/ca.pem"), "service", "credentials cannot be read"),
         (variables(EPLB_AGENT_AUTH_TOKEN_FILE="/no/token"), "service", "credentials cannot be read"),
         (service_is_down, "service", "127.0.0.1:9 did not respond within 0.2 s (in plain text"),
-        (unknown_release, "Toy functions", "Toy 2.0. The agent was never tested with this release"),
-        (unknown_release_allowed, "Toy functions", "running with Toy 2.0 unverified"),
+        (unknown_release, "Toy functions", "Toy 2.0. The agent has not been tested with this release"),
+        (unknown_release_allowed, "Toy functions", "Toy 2.0 is unverified"),
         (engine_import_fails, "Toy functions", "cannot be imported here: ImportError: libcudart.so.13"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -182,7 +182,7 @@ def test_the_sglang_plugin_list_may_be_empty_and_contain_spaces(listed, left_out
     assert bool(list(doctor._plugin("SGLang", "SGLANG_PLUGINS", "eplb_agent"))) is left_out
 
 
-def test_without_torch_its_absence_is_reported_and_the_other_checks_run():
+def test_missing_torch_is_reported_and_the_other_checks_still_run():
     program = "import sys; sys.modules['torch'] = None\nfrom worker_agent.doctor.__main__ import main; main(['--json'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
@@ -208,7 +208,7 @@ def test_the_exit_code_is_1_if_a_check_failed(found, code, monkeypatch, capsys):
     ("arguments", "text"),
     [
         (["--ranks", "1"], "--ranks must be 2 or more"),
-        (["--expert-bytes", "-5"], "--expert-bytes must be 2 or more"),
+        (["--expert-bytes", "-5"], "--expert-bytes must be 1 or more"),
         (["--device", "cpu:0"], "invalid choice: 'cpu:0'"),
     ],
 )
@@ -222,7 +222,7 @@ def test_options_that_leave_nothing_to_transfer_are_rejected(arguments, text, ca
 def test_a_device_type_that_torch_does_not_find_is_reported(installed, capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--device", "npu", "--json"])
-    assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch finds no npu here")
+    assert json.loads(capsys.readouterr().out)[-1]["text"].startswith("torch finds no npu device here")
 
 
 def test_a_rank_that_exits_without_findings_is_reported():
@@ -232,7 +232,7 @@ def test_a_rank_that_exits_without_findings_is_reported():
 
 
 class FakeProcess:
-    """A rank that records how it was started. It reports success, exits with a different code, or never exits."""
+    """A rank that records how it was started. It exits with ``returncode``, or never exits if that is ``None``."""
 
     started: ClassVar[list] = []
 
@@ -260,8 +260,8 @@ def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, 
     ("count", "found", "started"),
     [
         (2, ("rendezvous", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
-        (1, ("devices", OK, "2 ranks on 1 cuda"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
-        (0, ("devices", FAILED, "torch finds no cuda"), []),
+        (1, ("devices", OK, "fewer cuda devices (1)"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
+        (0, ("devices", FAILED, "torch finds no cuda device"), []),
     ],
     ids=["one device per rank", "one shared device", "no device"],
 )

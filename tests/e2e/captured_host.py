@@ -43,7 +43,7 @@ def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
 
 
 def read(weights: Sequence[ExpertWeights], rows_N: torch.Tensor) -> torch.Tensor:
-    """Return rows of one weight in float32, ``[N, ...]``, multiplied by their scales if it has any."""
+    """Return rows of one weight in float32, ``[N, ...]``, multiplied by the rows' scales if the weight has scales."""
     first = weights[0]
     if first.dtype != FLOAT8:
         return first[rows_N]
@@ -81,7 +81,7 @@ class CapturedLayer:
         self.leaves_weights = False
 
     def expert_weights(self) -> list[ExpertWeights]:
-        """Return the weights that the pass reads. A control run that must not update its weights gets copies."""
+        """Return the weights that the pass reads, or copies in a control run, which must not update its weights."""
         if self.leaves_weights:
             return [weight.clone() for weight in self._weights if isinstance(weight, torch.Tensor)]
         return self._weights
@@ -195,7 +195,7 @@ class CapturedHost:
         return output
 
     def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
-        """Return the same outputs, computed from the original experts, ``[L, T, H]``."""
+        """Return the expected outputs, ``[L, T, H]``, computed from the original experts."""
         outputs = [
             _outputs(experts, chosen_TK.reshape(-1), hidden_TH)
             for experts, chosen_TK, hidden_TH in zip(self.experts_L, chosen_LTK, hidden_LTH, strict=True)
@@ -231,10 +231,10 @@ def _popularity(workload: int) -> torch.Tensor:
 def serve(
     service: str, device_name: str, experts: str, switches: int, ahead: int, leaves_weights: bool = False
 ) -> dict[str, Any]:
-    """Serve changing workloads until ``switches`` layer switches.
+    """Serve changing workloads until layers have switched ``switches`` times.
 
-    A control run, whose layers do not update their weights or the derived tensors, stops at the first difference. With
-    ``ahead``, each host queues that many passes on its device, and one rank misses calls.
+    A control run, whose layers do not update their weights or the derived tensors, stops at the first difference.
+    Unless ``ahead`` is 0, each host queues that many passes on its device, and one rank misses calls.
 
     Returns
     -------

@@ -37,7 +37,7 @@ def layers_of_rank() -> list[ExpertParallelMoE]:
 
 
 def complaint(layers: list[ExpertParallelMoE], settings: AgentSettings) -> tuple[str, float]:
-    """Return the error with which the ranks fail to connect, and the seconds until it is raised."""
+    """Return the error that the ranks raise when they fail to connect, and the seconds until they raise it."""
     began = time.monotonic()
     try:
         Agent.start(layers, dist.group.WORLD, settings).close()

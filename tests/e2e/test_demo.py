@@ -1,4 +1,4 @@
-"""Tests that `eplb demo` runs the main job on real processes and that balancing changes no output."""
+"""Tests that `eplb demo` serves and balances a model on real processes and that balancing changes no output."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def _allowed(row: Row) -> bool:
-    """Return whether the options can be combined. Grouped experts have no replicas over which to split tokens."""
+    """Return True if the options can be combined. Grouped experts have no replicas over which to split tokens."""
     return row.get("--dispatcher") != "moge" or row.get("--split", "tables") == "tables"
 
 
@@ -144,8 +144,8 @@ def _arguments(row: Row) -> list[str]:
 def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -> None:
     figures, _ = _model_served(tmp_path, *_arguments(row))
     if row["--dispatcher"] == "moge":
-        # Every token has the same number of choices on each rank and no expert may leave its rank, so nothing can be
-        # gained.
+        # Every token has the same number of choices on each rank, and no expert may leave its rank, so there is nothing
+        # to balance.
         assert figures["layers_switched"] == 0
         assert figures["par_balanced"] == figures["par_static"] == 1.0
         return

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 SIZES = (3, 2, 3)
 
 
-async def test_layers_are_balanced_on_fewer_and_more_ranks_with_equal_outputs():
+async def test_layers_are_balanced_without_changing_outputs_when_the_group_shrinks_or_grows():
     async with run_service(settings()) as service:
         facts = await asyncio.to_thread(run_ranks, 3, regrouped_host.serve, service.address, SIZES)
         deployment = service.plane.deployments["regrouped"]

@@ -22,7 +22,7 @@ WRONG = {
     "no-such-host.invalid": "rank 1: cannot bind the agents' socket to no-such-host.invalid: .*name",
     "198.18.0.9": "rank 1: cannot bind the agents' socket to 198.18.0.9: .*Cannot assign",
 }
-"""Data hosts for rank 1 with which the ranks cannot connect, and the error that both ranks raise."""
+"""Data hosts for rank 1 that prevent the ranks from connecting, and the error that both ranks raise."""
 _MOST_SECONDS = 400.0
 
 

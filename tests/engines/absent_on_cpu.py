@@ -25,9 +25,9 @@ def _is_absent(name):
 
 
 def _asked_by_transformers():
-    """Return whether transformers is the importer.
+    """Return True if transformers imports the package.
 
-    It uses torchvision if that is available, but does not need it here.
+    transformers uses torchvision if available, but does not need it here.
     """
     frame = sys._getframe()
     while frame is not None:

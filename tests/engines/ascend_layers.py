@@ -9,7 +9,7 @@ SLOTS = 4
 
 
 class HostLayer(torch.nn.Module):
-    """The counters of a vLLM-Ascend layer, updated as in the real layer."""
+    """Layer with the counters of a vLLM-Ascend layer, updated as in the real one."""
 
     def __init__(self, policy):
         super().__init__()

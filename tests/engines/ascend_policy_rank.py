@@ -1,4 +1,4 @@
-"""One rank with vLLM-Ascend's real EPLB classes of the first runner, in policy mode, on CPU.
+"""One rank with the real EPLB classes of vLLM-Ascend's first runner, in policy mode, on CPU.
 
 ``python ascend_policy_rank.py RANK PORT SOURCE '{"policy": 1, "cycles": 8, ...}'``
 
@@ -44,7 +44,7 @@ class Group:
 
 
 def put(name, **contents):
-    """Install a module with the given contents, as an attribute of its package too."""
+    """Install a module with the given contents, and set it as an attribute of its package."""
     module = types.ModuleType(name)
     vars(module).update(contents)
     sys.modules[name] = module
@@ -82,14 +82,14 @@ def put_fakes(source, config, group):
 
 
 class StandStill:
-    """Policy 3 of the engine, which needs scipy: it keeps the table."""
+    """Replacement for the engine's policy 3, because that policy needs scipy. It keeps the table."""
 
     def rebalance_experts(self, current, _workload):
         return 0, [], current
 
 
 class Layer(torch.nn.Module):
-    """The state of a vLLM-Ascend MoE layer that EPLB reads and writes. Every weight is a function of its expert."""
+    """A vLLM-Ascend MoE layer, reduced to the state that EPLB accesses. Each weight depends only on its expert."""
 
     def __init__(self, index, rank, maps_RE, log2phy, steps):
         super().__init__()
@@ -164,7 +164,10 @@ def start(config, group, options):
 
 
 def forward(layers, tokens_LRE, group):
-    """Dispatch one step's tokens by all ranks' tables. Return the load of each rank, ``[L, R]``, and wrong weights."""
+    """Dispatch one step's tokens with all ranks' tables.
+
+    Return the rank loads, ``[L, R]``, and the number of wrong weights.
+    """
     tables_RLE = group.all_gather(torch.stack([layer.log2phy for layer in layers])[None], 0)
     loads_LR = np.zeros((LAYERS, RANKS))
     wrong = 0
@@ -185,7 +188,7 @@ def forward(layers, tokens_LRE, group):
 
 
 def main(rank, port, source, options):
-    """Serve some EPLB cycles with skewed heat that changes halfway."""
+    """Serve several EPLB cycles with skewed heat that changes halfway."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     config = types.SimpleNamespace(
         eplb_policy_type=options["policy"],

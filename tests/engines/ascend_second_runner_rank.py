@@ -2,9 +2,9 @@
 
 ``python ascend_second_runner_rank.py RANK PORT SOURCE '{"cycles": 4}'``
 
-The policy factory, the load statistics, the planning hook, the commits, the routing tables and the mapping of tokens
-are the engine's. Groups, streams and the transfer of weights are faked: each slot holds the expert of its commit. The
-last line of the output contains the results as JSON.
+The policy factory, the load statistics, the planning hook, the commits, the routing tables and the token mapping are
+the engine's. Groups, streams and weight transfers are faked: each slot holds the expert that the last commit assigned
+to it. The last line of the output contains the results as JSON.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def make_state(upstream, eplb_state, policy):
     """Return the engine's state with one model whose layers have the initial placement."""
     slots_LP = (torch.arange(RANKS * SLOTS) % EXPERTS).repeat(LAYERS, 1)
     logical_LEX, count_LE = upstream.compute_logical_maps(slots_LP, EXPERTS)
-    # vLLM reserves room for more replicas than there are at the start.
+    # vLLM reserves room for more replicas than there are at start-up.
     logical_LEX = torch.nn.functional.pad(logical_LEX, (0, RANKS * SLOTS - logical_LEX.shape[2]), value=-1)
     layers = [types.SimpleNamespace(eplb_state=eplb_state.AscendEplbLayerState()) for _ in range(LAYERS)]
     for index, layer in enumerate(layers):
@@ -102,7 +102,7 @@ def make_state(upstream, eplb_state, policy):
 
 
 class Server:
-    """Forward passes of one rank: skewed choices of experts, mapped by the engine's routing tables."""
+    """One rank's server. It runs forward passes with skewed expert choices, mapped by the engine's routing tables."""
 
     def __init__(self, model_state, rank):
         from vllm_ascend.ops.fused_moe.eplb import map_to_physical
@@ -136,7 +136,7 @@ class Server:
 
 
 def rebalance(state, model_state, server, engine):
-    """Run one asynchronous rebalancing as the engine's EPLB thread and ``step`` do, with a forward between commits."""
+    """Run one asynchronous rebalancing as the engine's EPLB thread and ``step`` do, with a step before each commit."""
     async_worker, upstream, _, patch_eplb = engine
     state._local_load_collection_mask.fill_(1)
     state._physical_load_sample_slots.copy_(torch.arange(WINDOW))
@@ -163,7 +163,7 @@ def rebalance(state, model_state, server, engine):
 
 
 def main(rank, port, source, options):
-    """Serve some windows, each followed by a rebalancing."""
+    """Serve several windows, each followed by a rebalancing."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     group = types.SimpleNamespace(
         device_group=dist.group.WORLD, cpu_group=dist.group.WORLD, world_size=RANKS, rank_in_group=rank

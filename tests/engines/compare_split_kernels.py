@@ -1,4 +1,4 @@
-"""Compare the kernels of the step split with PyTorch's operators, and compile them. Runs in an engine's Python.
+"""Compare the step-split kernels with the PyTorch operators, and compile the kernels. Runs in an engine's Python.
 
 ``python compare_split_kernels.py interpret`` runs them in Triton's interpreter, ``... compile`` compiles them for an
 H100 without running them.
@@ -13,7 +13,10 @@ TRIALS = 24
 
 
 def placements(draw):
-    """Yield placements, some with an expert twice on a rank, and their number of experts; the last one is large."""
+    """Yield placements, each with its number of experts.
+
+    Some placements have an expert twice on a rank. The last one is large.
+    """
     for _ in range(TRIALS):
         ranks, slots = draw.integers(1, 7, size=2)
         experts = int(draw.integers(max(1, ranks * slots // 2), ranks * slots + 1))
@@ -28,7 +31,7 @@ def placed(draw, ranks, slots, experts):
 
 
 def interpret():
-    """Compare physical experts bitwise. Choices include ids of no expert, and rows of padding."""
+    """Compare physical experts bitwise. The choices include ids that name no expert, and padding rows."""
     import torch
 
     from worker_agent import step_split
@@ -52,7 +55,7 @@ def interpret():
         assert torch.equal(expected[0], found[0]), trial
         assert torch.equal(expected[1], found[1]), trial
         compared += ids_TK.numel()
-    print(f"{compared} choices equal")
+    print(f"{compared} choices are equal")
 
 
 def compile_all():

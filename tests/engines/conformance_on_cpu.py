@@ -1,6 +1,7 @@
-"""Run the conformance kit on the own EPLB of vLLM and SGLang, on CPU: ``make conformance``.
+"""Run the conformance kit on vLLM's and SGLang's own EPLB, on CPU: ``make conformance``.
 
-``python -m tests.engines.conformance_on_cpu --engine vllm`` runs one of them. All other arguments go to the kit.
+``python -m tests.engines.conformance_on_cpu --engine vllm`` runs it on vLLM only. All other arguments are passed to
+the kit.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ SHIMS: dict[str, tuple[Engine, dict[str, str], str]] = {
         "[sglang.srt.plugins]\na_cpu_host = sglang_on_cpu:register\nb_own_eplb = own_eplb_on_cpu:register_sglang\n",
     ),
 }
-"""Each engine's environment, its shims with their names in the plugin folder, and their entry points."""
+"""Each engine's environment, its shims (each with its name in the plugin folder), and their entry points."""
 
 
 def make_shims(engine: str, folder: Path) -> Path:
-    """Make a folder for ``--plugin-path`` with the engine's shims for CPU."""
+    """Fill a folder for ``--plugin-path`` with the engine's shims for CPU, and return it."""
     _, modules, entry_points = SHIMS[engine]
     for module, name in ({"own_eplb_on_cpu.py": "own_eplb_on_cpu.py"} | modules).items():
         shutil.copy(HERE / module, folder / name)
@@ -70,7 +71,9 @@ def run_on_cpu(engine: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="All other arguments go to python -m eplb_lab.conformance.")
+    parser = argparse.ArgumentParser(
+        description="All other arguments are passed to python -m eplb_lab.conformance."
+    )
     parser.add_argument("--engine", choices=SHIMS, action="append")
     options, kit_arguments = parser.parse_known_args()
     sys.exit(max(run_on_cpu(engine, *kit_arguments) for engine in options.engine or SHIMS))

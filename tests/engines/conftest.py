@@ -24,13 +24,13 @@ SHIM = """
 eplb_cpu_host = vllm_on_cpu:register
 """
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""Environment for engines that serve few tokens, where compiling many small functions takes longer than serving."""
+"""Environment for engines that serve few tokens, for which compiling many small functions takes longer than serving."""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment for an engine with the second model runner. It is slow on CPU, so its tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
 DECIDE_OFTEN = f"--window-steps 64 --decision-interval 64 --report-steps 32 {WHENEVER_IT_MAY}"
 SWITCH_OFTEN = f"{DECIDE_OFTEN} --policy deepseek"
-"""Options for engines whose PAR is at its noise floor under any placement, so that the default policy moves nothing."""
+"""Options for engines whose PAR is at its noise floor under any placement, so the default policy would move nothing."""
 
 
 def make_agent_site(folder):
@@ -72,7 +72,7 @@ def made_checkpoint(folder, *kind):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A tiny Qwen3-MoE checkpoint."""
+    """Return a tiny Qwen3-MoE checkpoint."""
     return made_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
@@ -202,7 +202,7 @@ eplb_cpu_host = sglang_on_cpu:register
 
 @pytest.fixture(scope="session")
 def sglang_site(tmp_path_factory):
-    """Like ``agent_site``, with the SGLang shim and stand-ins for accelerator-only packages."""
+    """Like ``agent_site``, but with the SGLang shim and stand-ins for accelerator-only packages."""
     site = make_agent_site(tmp_path_factory.mktemp("sglang"))
     for module in ("sglang_on_cpu.py", "stand_ins.py"):
         shutil.copy(HERE / module, site)
@@ -228,12 +228,12 @@ def run_sglang(sglang_site, checkpoint, tmp_path, stop_at_end):
 
 @pytest.fixture(scope="session")
 def many_experts(tmp_path_factory):
-    """A checkpoint with 32 experts and skewed routers."""
+    """Return a checkpoint with 32 experts and skewed routers."""
     return made_checkpoint(tmp_path_factory.mktemp("many"), "many")
 
 
 def warm(engine, site):
-    """Compile the planner's kernels for the engine's Python, so that its first decision does not come too late."""
+    """Compile the planner's kernels for the engine's Python, so that the engine's first decision is not late."""
     code = "from eplb_core.solver.warmup import warm_up; warm_up(1)"
     subprocess.run([python_of(engine), "-c", code], check=True, env={"PYTHONPATH": str(site)})
 

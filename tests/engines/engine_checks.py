@@ -11,15 +11,15 @@ OBSERVE = {"EPLB_AGENT_MODE": "observe"}
 SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
 """Difference of log-probabilities in float32. A moved expert changes the summation order of its outputs."""
 WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
-"""Enables a bug that every comparison of answers must detect.
+"""Environment that enables a bug which every comparison of answers must detect.
 
 Checksums are off because they would stop the agent first.
 """
 MAX_LOST = 2.0
-"""Maximum number of lost steps of heat per received step.
+"""Maximum number of heat steps lost per step received.
 
 The engine runs 250 passes per second. The main threads of tensor-parallel ranks spin while they wait, so on two cores
-the service sometimes does not run for seconds, and the agents drop the oldest heat.
+the service is sometimes not scheduled for several seconds, and the agents drop the oldest heat.
 """
 LARGEST_DIFFERENCE_OF_A_TIE = 0.02
 
@@ -33,7 +33,9 @@ def check_same_answers(balanced, alone, most_ties=0.0):
         for here, there in zip(some, others, strict=True)
     )
     ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
-    assert ties <= most_ties * len(apart), f"{ties} of {len(apart)} tokens differ; the largest: {apart[-5:]}"
+    assert ties <= most_ties * len(apart), (
+        f"{ties} of {len(apart)} tokens differ; largest differences: {apart[-5:]}"
+    )
     assert apart[-1] < LARGEST_DIFFERENCE_OF_A_TIE
     worst = apart[len(apart) - 1 - ties]
     print(
@@ -62,19 +64,22 @@ def has_damaged_experts(status):
 
 
 def check_heat(status, service):
-    """Check that few steps of heat were lost. A busy machine may lose some, which the service counts."""
+    """Check that few heat steps were lost. The service counts the steps that a busy machine loses."""
     print(f"{status.steps_received} steps arrived complete, {status.steps_lost} were lost")
     why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
     assert status.steps_lost <= MAX_LOST * status.steps_received, "\n".join(why)
 
 
 def check_observed(service, folder, steps=64):
-    """Check that a service measures an observed deployment without planning for it, and advise on a recording."""
+    """Check that a service measures an observed deployment without planning for it.
+
+    Also run ``eplb advise`` on a recording of its heat.
+    """
     service.wait_until(lambda status: status.status.observed and status.status.window_steps >= 64, 900)
     path = folder / "observed.zarr"
     recording = ["default", "--out", str(path), "--steps", str(steps), "--address", service.address]
     assert run(["trace", "record", *recording]) == 0
-    # While an engine's own EPLB moves experts, the service waits for the ranks' new layout and knows no PAR.
+    # While an engine's own EPLB moves experts, the service waits for the ranks' new layout and does not know the PAR.
     status = service.wait_until(lambda status: status.status.par > 1, 900).status
     print(
         f"PAR {status.par:.3f}; {status.steps_received} steps arrived complete, {status.steps_lost} were lost"
@@ -84,7 +89,7 @@ def check_observed(service, folder, steps=64):
 
 
 def check_trace(path):
-    """Check that a recording has the same number of choices in every layer, and advise on it."""
+    """Check that a recording has the same number of choices in every layer, and run ``eplb advise`` on it."""
     trace = open_trace(path)
     heat_TLE = trace.heat(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)

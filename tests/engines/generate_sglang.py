@@ -1,6 +1,7 @@
 """Generate text with a real SGLang engine and write token ids and log-probabilities. Runs in the engine's own Python.
 
 ``python generate_sglang.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
+
 With ``"until": "FILE"``, no new round starts once that file exists.
 """
 

@@ -1,4 +1,4 @@
-"""Measure what vLLM's or SGLang's own EPLB does: imbalance of every step, and experts fetched. Runs in the engine.
+"""Measure vLLM's or SGLang's own EPLB: the imbalance of every step and the experts fetched. Runs in the engine.
 
 ``EPLB_TEST_MEASURE`` names the file to which the first rank appends one line of JSON per step or rearrangement.
 """

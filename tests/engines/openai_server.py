@@ -56,9 +56,9 @@ class OpenAiServer:
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None:
-                raise ServerError(f"vLLM exited during its start, see {self._log}: {self.tail()}")
+                raise ServerError(f"vLLM exited during start-up; see {self._log}: {self.tail()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"vLLM did not start in {START_SECONDS:.0f} s: {self.tail()}")
+                raise ServerError(f"vLLM did not start within {START_SECONDS:.0f} s: {self.tail()}")
             time.sleep(0.5)
 
     def _is_healthy(self) -> bool:

@@ -1,6 +1,6 @@
-"""Make the own EPLB of vLLM and SGLang run on CPU, for tests only. Loaded beside the shims of both engines.
+"""Make vLLM's and SGLang's own EPLB run on CPU, for tests only. Loaded along with the shims of both engines.
 
-Both move weights on CPU with gloo. They only ask for functions of an accelerator to order and to time the moves.
+Both move weights on CPU with gloo. They need accelerator functions only to order and time the moves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def register_sglang() -> None:
 
 class _Stream:
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class _Event:
@@ -43,7 +43,7 @@ class _Event:
         """Record nothing."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def elapsed_time(self, _) -> float:
         """Return that no time has passed."""

@@ -1,6 +1,6 @@
 """Make real SGLang run expert parallelism with EPLB on CPU, for tests only. Entry point in ``sglang.srt.plugins``.
 
-Scheduler, runners, router, recorder, layers and sampler are the real ones. ``absent_on_cpu`` replaces the compiled
+The scheduler, runners, router, recorder, layers and sampler are the real ones. ``absent_on_cpu`` replaces the compiled
 kernels.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of the parts of the vLLM-Ascend adapter that need no engine: heat for all policies, sources, hooks."""
+"""Tests of the parts of the vLLM-Ascend adapter that need no engine: heat under all policies, sources, hooks."""
 
 import types
 
@@ -37,7 +37,7 @@ def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
     assert addresses == [layer.moe_load.data_ptr() for layer in layers]
 
 
-def test_choices_are_counted_per_layer_without_padding():
+def test_choices_are_counted_per_layer_and_padding_is_ignored():
     layers = [HostLayer(1), HostLayer(1)]
     heat = _HostHeat(layers, EXPERTS, redundant=True)
     heat.count_choices(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
@@ -61,7 +61,7 @@ def test_only_the_first_rank_counts_tokens_that_all_ranks_share(first, counted):
         ({"shares_tokens": False, "redundant": False}, "all-gather dispatch on a device"),
     ],
 )
-def test_an_all_gather_dispatch_with_wrong_outputs_is_refused(facts, reason):
+def test_an_all_gather_dispatch_that_would_give_wrong_outputs_is_refused(facts, reason):
     layer = HostLayer(1)
     heat = _HostHeat([layer], EXPERTS, **facts)
     with pytest.raises(UnsupportedEngineError, match=reason):
@@ -112,7 +112,7 @@ def test_weight_updates_are_refused_while_experts_are_balanced(monkeypatch):
         hooks._refuse_other_weights(Worker, "start_weight_update")
 
 
-def test_the_host_notes_each_batch_and_dummy_runs_have_no_tokens():
+def test_the_host_reports_phase_and_tokens_for_each_batch_but_not_for_dummy_runs():
     class Runner:
         def __init__(self, updator):
             self.eplb_updator = updator

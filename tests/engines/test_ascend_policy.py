@@ -63,7 +63,7 @@ def run_ranks(python, script, source, path, **options):
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("policy", [1, 3])
-def test_the_planner_balances_and_every_token_meets_its_experts_weights(release, policy):
+def test_the_planner_balances_the_layers_and_every_token_reaches_its_experts_weights(release, policy):
     first, second = serve(release, policy=policy)
     print(f"PAR of each cycle: {first['pars']}")
     assert first["agreed"] == second["agreed"] == 6
@@ -77,19 +77,19 @@ def test_the_planner_balances_and_every_token_meets_its_experts_weights(release,
     assert max(first["pars"][1:3] + first["pars"][4:]) < 1.06 < min(first["pars"][0], first["pars"][3])
 
 
-def test_tables_that_change_without_weights_are_detected():
+def test_switching_the_tables_but_not_the_weights_is_detected():
     for found in serve(RELEASES[-1], broken=True, cycles=2):
         assert found["wrong"] > 0
 
 
-def test_the_second_runner_routes_by_the_planners_placement_and_rows():
+def test_the_second_runner_routes_tokens_with_the_planners_placement_and_routing_table():
     first, second = serve_second_runner(cycles=4)
     print(f"PAR of each window: {first['pars']}")
     assert first == second
     assert first["wrong"] == 0
     assert first["changed"][0] > 0
     assert max(first["pars"][1:]) < 1.06 < first["pars"][0]
-    # Rows are counted per slot. An expert with two replicas has unequal rows in at least one layer.
+    # ``rows`` counts the routing-table rows per slot. Equal turns would give multiples of 512.
     assert any(rows % 512 for rows_P in first["rows"] for rows in rows_P)
 
 

@@ -33,7 +33,7 @@ from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
     ],
     ids=str,
 )
-def test_unsupported_settings_are_refused_by_name(engine, named, monkeypatch):
+def test_unsupported_settings_are_refused_and_the_error_names_them(engine, named, monkeypatch):
     eplb = ascend(monkeypatch, **engine)
     refused = nullcontext() if named is None else pytest.raises(UnsupportedEngineError, match=named)
     with refused:

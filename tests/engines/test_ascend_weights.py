@@ -44,7 +44,7 @@ def test_the_moved_weights_are_those_that_the_kernels_read():
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (weighted("W4A8"), "quantisation W4A8"),
+        (weighted("W4A8"), "W4A8 quantisation"),
         (weighted("W8A8", w13_weight_list=[]), "without w2_weight_list"),
         (
             weighted("NONE", w13_weight=per_expert(1), w2_weight=per_expert(1), w13_bias=per_expert(1)),
@@ -72,18 +72,18 @@ def in_formats(monkeypatch, *formats):
     monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
 
 
-def test_one_nz_tensor_of_all_experts_is_refused(monkeypatch):
+def test_a_single_nz_tensor_for_all_experts_is_refused(monkeypatch):
     host = weighted("NONE", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
     in_formats(monkeypatch, ND, NZ)
     with pytest.raises(
-        UnsupportedEngineError, match=r"w2_weight of all experts .* format 29 .*weight_nz_mode"
+        UnsupportedEngineError, match=r"w2_weight tensor .* all experts .* format 29 .*weight_nz_mode"
     ):
         expert_weights(host, quantised=False)
     in_formats(monkeypatch, ND, ND)
     assert len(expert_weights(host, quantised=False)) == 2
 
 
-def test_separate_tensors_per_expert_may_be_nz_if_all_of_a_kind_are(monkeypatch):
+def test_separate_expert_tensors_may_be_nz_if_all_tensors_of_their_kind_are_nz(monkeypatch):
     host = in_lists()
     in_formats(monkeypatch, *[NZ] * 2 * SLOTS, *[ND] * 2 * SLOTS)
     assert len(expert_weights(host, quantised=True, move_quantised=True)) == 4
@@ -118,7 +118,7 @@ def test_torch_npu_is_asked_only_for_the_format_of_npu_tensors(monkeypatch):
     assert format_of(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
-def test_quantisations_that_the_older_balancer_does_not_move_are_refused():
+def test_quantisation_methods_that_the_older_balancer_cannot_move_are_refused():
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
     assert len(expert_weights(layer, quantised=True, move_quantised=True)) == len(names)
@@ -153,7 +153,9 @@ OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
         pytest.param((SCALES, SCALES), False, None, id="all2allv-one-dtype"),
     ],
 )
-def test_expert_lists_that_the_host_would_misread_require_its_list_kernel(scales, mc2, reason):
+def test_expert_lists_that_the_host_would_misread_are_refused_unless_it_has_a_list_kernel(
+    scales, mc2, reason
+):
     refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=True)
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:

@@ -1,4 +1,4 @@
-"""Tests that the conformance kit runs on the own EPLB of real vLLM and SGLang, and that it detects its controls."""
+"""Tests that the conformance kit runs on real vLLM's and SGLang's own EPLB and detects the faults of its controls."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("engine", SHIMS)
-def test_tokens_do_not_change_while_the_engine_moves_experts_and_controls_are_detected(engine, tmp_path):
+def test_both_controls_are_detected_and_tokens_do_not_change_while_the_engine_moves_experts(engine, tmp_path):
     report = tmp_path / "report.json"
     scenarios = "no-moves,rotate,random,under-load"
     assert run_on_cpu(engine, "--scenarios", scenarios, "--moves", "6", "--json", str(report)) == 0

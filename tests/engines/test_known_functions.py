@@ -26,7 +26,10 @@ def test_every_known_function_matches_its_release(package):
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_the_newest_release_changes_no_known_function(package):
-    """On failure, check how the functions changed, adapt, run the engine, and record the release in ``known.json``."""
+    """On failure, check how the functions changed and update the adapter.
+
+    Then run the engine, and record the release in ``known.json``.
+    """
     version = newest(package)
     last = compat.nearest(version, KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"

@@ -32,7 +32,10 @@ DEALING = f"{DECIDE_OFTEN} --split deal"
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return a function that returns an unmodified engine's answers on one rank. It caches the longest runs."""
+    """Return a function that returns an unmodified engine's answers on one rank.
+
+    The longest run of each engine is cached.
+    """
     longest = {}
 
     def answers(run_sglang, rounds=LOAD["rounds"], engine=SGLANG_0523):
@@ -62,7 +65,7 @@ def test_answers_are_the_same_over_many_switches(engine, parallel, run_sglang, a
 
 @EACH_CASE
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
-def test_tables_that_change_without_weights_are_detected(
+def test_switching_the_tables_but_not_the_weights_is_detected(
     engine, parallel, run_sglang, alone, service, tmp_path
 ):
     """Serve until there is damage to detect, because on a busy machine the service may decide late."""
@@ -85,7 +88,7 @@ def test_answers_do_not_change_if_eplb_is_disabled(run_sglang, alone, service):
     assert answers == expected
 
 
-def test_an_unsupported_combination_stops_the_engine_with_the_reason(run_sglang):
+def test_an_unsupported_combination_stops_the_engine_and_the_error_gives_the_reason(run_sglang):
     refused = TWO_TENSOR_RANKS | {"ep_dispatch_algorithm": "fake"}
     run = run_sglang(LOAD | {"engine": refused}, EPLB_AGENT_SERVICE="127.0.0.1:1")
     said = run.failure()
@@ -117,7 +120,7 @@ OBSERVED = {
 
 
 @pytest.mark.parametrize("case", OBSERVED)
-def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
+def test_an_observed_engine_gives_the_same_answers_and_reports_its_heat(
     case, run_sglang, alone, service, tmp_path
 ):
     enough = tmp_path / "enough"
@@ -132,7 +135,9 @@ def test_an_observed_engine_gives_its_own_answers_and_reports_its_heat(
     check_same_answers(answers, alone(run_sglang, len(answers) // LOAD["requests"]))
 
 
-def test_an_engine_observed_without_a_service_writes_its_balance_and_a_trace(run_sglang, alone, tmp_path):
+def test_an_engine_observed_without_a_service_logs_its_balance_and_writes_a_trace(
+    run_sglang, alone, tmp_path
+):
     trace = tmp_path / "heat.npz"
     settings = OBSERVE | {"EPLB_AGENT_LOG_INTERVAL_STEPS": "64", "EPLB_AGENT_TRACE": str(trace)}
     observed = run_sglang(LOAD | {"engine": OBSERVED["tp2"]}, name="observed", **settings)

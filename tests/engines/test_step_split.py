@@ -27,7 +27,7 @@ SGLANG = {
 BY_STEP = {"EPLB_AGENT_MODE": "policy", "EPLB_AGENT_STEP_SPLIT": "on"}
 MAX_IMBALANCE = 1.05
 MOST_TIES = 0.001
-"""Maximum share of tokens with a near tie between experts, which a different summation order can decide otherwise.
+"""Maximum share of tokens with a near tie between experts, which a different summation order can break differently.
 
 With its own EPLB and no agent, vLLM also differs from the unmodified engine in 3 of these 6,912 tokens, in some runs,
 and by the same amounts: 0.0003, 0.0006 and 0.0027.
@@ -52,7 +52,7 @@ def check_balance(path, log):
     assert mean <= MAX_IMBALANCE
 
 
-def test_vllm_gives_the_same_answers_if_steps_are_split_by_their_counts(
+def test_vllm_gives_the_same_answers_if_each_step_is_split_by_its_own_counts(
     run_vllm, agent_site, many_experts, tmp_path
 ):
     warm(VLLM_032, agent_site)
@@ -64,7 +64,7 @@ def test_vllm_gives_the_same_answers_if_steps_are_split_by_their_counts(
     check_balance(path, run.log.read_text())
 
 
-def test_sglang_gives_the_same_answers_if_steps_are_split_by_their_counts(
+def test_sglang_gives_the_same_answers_if_each_step_is_split_by_its_own_counts(
     run_sglang,
     sglang_site,
     many_experts,

@@ -105,7 +105,7 @@ def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, ser
     found = serve(tmp_path, service, release=release, **options)
     for rank in found:
         print(
-            f"{rank['switched']} layer switches in {rank['steps']} steps, outputs {rank['worst']:.2g} apart at most"
+            f"{rank['switched']} layer switches in {rank['steps']} steps, outputs differ by at most {rank['worst']:.2g}"
         )
         assert rank["mismatches"] == []
         assert rank["halted"] is None
@@ -121,25 +121,27 @@ def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, ser
 
 @pytest.mark.parametrize("comm", ["MC2", "ALLGATHER"])
 @pytest.mark.parametrize("release", ["0.23", "0.18"])
-def test_tables_that_change_without_weights_are_detected(release, comm, tmp_path, service):
-    """Quantised experts are always verified, so that the agent itself would stop."""
+def test_switching_the_tables_but_not_the_weights_is_detected(release, comm, tmp_path, service):
+    """Quantised experts are always verified, so with them the agent itself would stop."""
     options = {"comm": comm, "custom_ops": comm == "MC2"}
     if comm == "ALLGATHER":
         options["redundant"] = 0
     found = serve(tmp_path, service, release=release, broken=True, **options)
     worst = max(rank["worst"] for rank in found)
-    print(f"outputs {worst:.2g} apart")
+    print(f"outputs differ by up to {worst:.2g}")
     assert worst > 10 * ROUNDING["NONE"]
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"comm": "ALLGATHER"}, "all-gather dispatch of steps of up to .* redundant experts"),
+        ({"comm": "ALLGATHER"}, "all-gather dispatch with .* redundant experts for steps of up to"),
         ({"comm": "MC2", "quant": "W8A8"}, "the first expert's scales to all"),
     ],
     ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
 )
-def test_options_with_wrong_outputs_are_refused_with_the_reason(options, reason, tmp_path, service):
+def test_options_that_give_wrong_outputs_are_refused_and_the_error_gives_the_reason(
+    options, reason, tmp_path, service
+):
     with pytest.raises(AssertionError, match=reason):
         serve(tmp_path, service, **options)

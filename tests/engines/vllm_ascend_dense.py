@@ -1,4 +1,4 @@
-"""Reference outputs for a layer on the vLLM-Ascend rank: all experts on one machine, with plain products.
+"""Reference outputs for a layer on the vLLM-Ascend rank: all experts on one machine, with plain matrix products.
 
 ``vllm_ascend_rank.py`` imports this module in the engine's own Python.
 """

@@ -1,7 +1,7 @@
-"""Ranks that undergo one fault after another. After each, they must switch layers again, with unchanged outputs.
+"""Ranks that undergo one fault after another. After each fault, layers must switch again, and outputs must not change.
 
 All ranks run the same experiments in the same order. ``EXPERIMENTS`` defines the faults of each rank, and a test runs
-``live_through`` on its ranks.
+``live_through_all`` on its ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FEWEST_PASSES = 16
 
 
 class Host:
-    """One rank's model and agent, and a host that may miss or repeat its calls to the agent.
+    """Host of one rank's model. It may miss or repeat its calls to the rank's agent.
 
     ``misses`` and ``doubles`` count the next calls that the host skips and makes twice, respectively. ``ahead`` has
     the same meaning as in ``Passes``.
@@ -69,7 +69,7 @@ class Host:
             self._offer()
             self._call()
         self._passes.end()
-        # If a rank missed the last call, it would serve a different epoch from the other ranks until its next call.
+        # If a rank missed the last call, it would be at a different epoch from the other ranks until its next call.
         self.misses = self.doubles = 0
         switched = self.agent.installed.epoch - epoch
         return live.facts_so_far(self.agent, self._worst, switched=switched, longest=self._longest)
@@ -145,7 +145,7 @@ def _freezes(seconds: float) -> Callable[[Host], None]:
 
 
 def _a_stranger_knocks(host: Host) -> None:
-    """Send every rank's socket garbage, and well-formed messages that are signed with the wrong key."""
+    """Send garbage to every rank's socket, and well-formed messages that are signed with the wrong key."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for address in host.agent._switch._group.peers._addresses.values():
             for size in (0, 1, 32, 48, 1400, 60_000):
@@ -160,7 +160,9 @@ def _a_stranger_connects(host: Host) -> None:
     The model's ports accept the connections; the vote and lane ports do not.
     """
     here = Sample.now()
-    assert {address for address, _ in listening()} == {"127.0.0.1"}, "all ranks are on one node"
+    assert {address for address, _ in listening()} == {"127.0.0.1"}, (
+        "expected listeners only on 127.0.0.1, because all ranks are on one node"
+    )
     lanes = host.agent._switch._lanes
     before = lanes._open
     _, closed = knock()
@@ -185,7 +187,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
     "rank 0 misses a call": _on(0, _calls(missed=1)),
     "a doubled call": _on(1, _calls(doubled=1)),
     "ten doubled calls": _on(2, _calls(doubled=10)),
-    "one rank misses calls, another doubles them": _each(_nothing, _calls(missed=3), _calls(doubled=3)),
+    "one rank misses calls, another repeats them": _each(_nothing, _calls(missed=3), _calls(doubled=3)),
     "all ranks miss different numbers of calls": _each(*(_calls(missed=rank) for rank in range(3))),
     "a rank seconds late at a commit boundary": _on(1, _before_the_confirmation(_sleeps(2.0))),
     "rank 0 seconds late at a commit boundary": _on(0, _before_the_confirmation(_sleeps(2.0))),

@@ -1,4 +1,4 @@
-"""A TCP proxy between agents and their service that cuts, delays or drops traffic."""
+"""A TCP proxy between agents and their service that cuts, delays or holds back traffic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """Listens on ``address`` and forwards all traffic to ``target`` (host:port).
+    """Proxy that listens on ``address`` and forwards all traffic to ``target`` (host:port).
 
-    ``delay`` is the number of seconds added to each chunk. While ``swallow`` is set, all data is silently dropped, as
-    by a firewall.
+    ``delay`` is the number of seconds added to each chunk. While ``swallow`` is true, all data is silently held back.
     """
 
     def __init__(self, target: str) -> None:

@@ -25,7 +25,7 @@ FLAGS = (*OFTEN, "--heartbeat-seconds=0.2", "--cpu-share=100")
 
 
 class RankCrew:
-    """``ranks`` processes that serve in the background and connect to the service at ``address``."""
+    """Crew of ``ranks`` processes, which serve in the background and connect to the service at ``address``."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RankCrew:
 
 
 class Scene(RankCrew):
-    """A service, a proxy and ranks. With ``store``, the service's state survives restarts."""
+    """A service, a proxy and ranks. If ``store`` is true, the service's state survives restarts."""
 
     def __init__(self, folder: Path, *, store: bool = True, **changes: Any) -> None:
         kept = ("--store", str(folder / "state.sqlite3") if store else ":memory:")
@@ -133,7 +133,7 @@ class Scene(RankCrew):
         return epoch
 
     def wait_for_problem(self, text: str) -> None:
-        """Wait until the operator sees a problem that contains ``text``."""
+        """Wait until the deployment's status lists a problem that contains ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), PATIENCE)
 
     def wait_for_word(self, *texts: str) -> None:
@@ -146,7 +146,7 @@ class Scene(RankCrew):
         )
 
     def wait_for_metric(self, name: str, least: float, **labels: str) -> None:
-        """Wait until the metric reaches this value, because /metrics lags slightly behind the events."""
+        """Wait until the metric reaches this value. /metrics lags slightly behind the events."""
         self.service.wait_until(lambda _: self.service.metric(name, **labels) >= least, PATIENCE)
 
     def wait_for_ranks(self) -> None:

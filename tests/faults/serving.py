@@ -1,4 +1,4 @@
-"""Ranks that serve drifting heat beside a twin that is never balanced, and inject faults into themselves on request.
+"""Ranks that serve drifting heat, compare outputs with layers that are never switched, and inject faults on request.
 
 A test requests a fault by creating a file ``RANK.FAULT`` in the scene's directory. Each rank looks for such files at
 every step.
@@ -29,11 +29,11 @@ from worker_agent.swap.lane import Deadline, Lane, Parcel
 LAYERS = 2
 STEP_SECONDS = 0.003
 HOT_SECONDS, CALM_SECONDS = 1.5, 15.0
-"""Time for which an expert stays the hottest.
+"""Seconds for which an expert is the hottest.
 
 The longer time applies once the file ``calm`` exists, so that moves pay off on slow hosts as well.
 """
-# Seconds. A busy machine may delay a step, but by much less than the shortest vote deadline.
+# In seconds. A busy machine may delay a step, but by much less than the shortest vote deadline.
 LONGEST_STEP = 20.0
 TOKENS = 12
 _SAMPLE_STEPS = 200
@@ -46,11 +46,11 @@ CALLS = {"miss-call": 0, "double-call": 2}
 
 @dataclass(frozen=True)
 class Manners:
-    """Ways in which hosts start and end.
+    """Behaviour of hosts when they start, run ahead and exit.
 
     Each rank runs its first forward pass ``late`` seconds after the agents have met. All ranks drain and then close,
     unless ``exits`` is given: each rank then closes after its own number of seconds, even while a plan is in progress.
-    Hosts run ``ahead`` of their devices by that number of passes.
+    Each host may run up to ``ahead`` passes ahead of its device.
     """
 
     late: Sequence[float] = ()
@@ -162,7 +162,7 @@ def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
 
 
 def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST_STEP) -> None:
-    """Check that the faults left outputs correct, placements equal, steps prompt, and histories consistent."""
+    """Check that despite the faults, outputs are correct, layouts equal, steps prompt, and histories consistent."""
     assert max(fact.worst for fact in facts) < 1e-5
     assert len({(fact.epoch, fact.digest) for fact in facts}) == 1
     assert all(fact.same_addresses for fact in facts)
@@ -226,7 +226,7 @@ def _kill_stream_thread(agent: Agent) -> None:
 
 
 def _break_heat_at_a_commit(agent: Agent) -> None:
-    """Make this rank's copy of its heat fail at the next commit."""
+    """Make the agent fail to copy this rank's heat at the next commit."""
 
     def fail() -> None:
         raise OSError("the heat cannot be copied")

@@ -1,8 +1,8 @@
 """Serve for minutes under random faults, then check the recorded histories for violated guarantees.
 
 For half of the time, one group of ranks serves with hosts that run ahead of their devices. Its memory and file
-descriptors must not grow. Groups of a minute each follow. Their ranks start late and leave in any order, and most of
-their hosts also run ahead. Every output is compared with that of a layer that is never switched.
+descriptors must not grow. Further groups serve for a minute each. Their ranks start late and leave in any order, and
+most of their hosts also run ahead. Every output is compared with that of a layer that is never switched.
 
 Run ``python -m tests.faults.soak [--seconds 600] [--seed N]`` or ``make soak``. The seed is printed; the same seed
 requests the same faults in the same order. The exit code is 1 if any check failed.
@@ -147,7 +147,7 @@ def check_flat(facts: list[Facts]) -> None:
             before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
             if after - before > most:
                 raise AssertionError(
-                    f"rank {rank} holds {after:g} {what} at the end, but held {before:g} early on"
+                    f"rank {rank} uses {after:g} {what} in the last quarter, but used {before:g} in the second"
                 )
 
 
@@ -177,8 +177,10 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[li
 def main() -> None:
     """Run the soak test, check the results, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600, help="how long to serve (600)")
-    parser.add_argument("--seed", type=int, default=None, help="draws the faults (by default from the clock)")
+    parser.add_argument("--seconds", type=float, default=600, help="time to serve, in seconds (default: 600)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the random faults (default: taken from the clock)"
+    )
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.seconds:g} s", flush=True)
@@ -186,7 +188,7 @@ def main() -> None:
         try:
             done, rounds = soak(Path(folder), arguments.seconds, seed)
         except AssertionError as broken:
-            print(f"BROKEN with seed {seed}: {broken}")
+            print(f"FAILED with seed {seed}: {broken}")
             sys.exit(1)
         counts: Counter[str] = Counter()
         for here in Path(folder).glob("round-*"):
@@ -204,7 +206,7 @@ def main() -> None:
         "longest_step_seconds": max(fact.longest_step for fact in facts),
     }
     print(json.dumps(summary, indent=1))
-    print("every promise was kept")
+    print("no guarantee was violated")
 
 
 if __name__ == "__main__":

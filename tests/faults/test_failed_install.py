@@ -22,7 +22,7 @@ RANKS = 3
 def _serve(how: str) -> tuple[str, int, float]:
     """Make the install on rank 1 fail.
 
-    Return each rank's error, the number of passes that it has run, and the duration of its last pass.
+    Return this rank's error, the number of passes that it has run, and the duration of its last pass.
     """
     agent, layers, still = live.start(1)
     offered = live.offering(agent, {1: {0: live.target()}}, pause=0.005)
@@ -84,7 +84,7 @@ def _installs_a_damaged_expert() -> None:
 
 
 def test_damage_to_an_expert_during_its_install_is_fatal() -> None:
-    """By then the other ranks are in a pass with this rank, so their collectives fail when its process exits."""
+    """The other ranks are already in a pass with this rank, so their collectives fail when its process exits."""
     with pytest.raises(
         RankFailure, match=r"FatalSwitchError: rank 1: layer 0: the expert in slot \d .* its sender computed"
     ):

@@ -43,7 +43,7 @@ async def rejoined(group: FakeGroup) -> list[agent_pb2.Welcome]:
         try:
             return await group.join()
         except (AssertionError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            assert time.monotonic() < deadline, "no service leads"
+            assert time.monotonic() < deadline, "no service has become the leader"
             await group.leave()
             await asyncio.sleep(0.1)
 
@@ -91,7 +91,9 @@ async def test_a_crash_and_an_upgrade_change_only_the_leader(tmp_path: Path) -> 
             assert group.live.epoch > epoch
 
 
-async def test_a_service_whose_clock_is_behind_exceeds_the_term_in_the_lease(tmp_path: Path) -> None:
+async def test_a_service_whose_clock_is_behind_chooses_a_term_above_the_one_in_the_lease(
+    tmp_path: Path,
+) -> None:
     ahead = term_at(time.time() + 1e6, 0)
     (tmp_path / "lease").write_text(str(ahead))
     address = free_address()

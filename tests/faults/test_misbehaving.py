@@ -1,4 +1,4 @@
-"""Tests that if hosts, links or ranks misbehave, outputs do not change, no rank exits, and layers switch again."""
+"""Tests that outputs do not change, no rank exits and layers switch again if hosts, links or ranks misbehave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
 RANKS = 3
-# Seconds. At worst, a call waits for a frozen peer or for the vote deadline; the rest of the time allows for a busy
+# In seconds. At worst, a call waits for a frozen peer or for the vote deadline; the rest of the time allows for a busy
 # machine.
 LONGEST_CALL = 30.0
 
@@ -31,7 +31,7 @@ def survived(
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_outputs_do_not_change_and_layers_switch_again(
+def test_after_a_fault_outputs_do_not_change_and_layers_switch_again(
     experiment: str, survived: tuple[Path, list[Any]]
 ) -> None:
     ranks = [of_rank[experiment] for of_rank in survived[1]]
@@ -40,7 +40,7 @@ def test_outputs_do_not_change_and_layers_switch_again(
     assert max(rank["longest"] for rank in ranks) < LONGEST_CALL
 
 
-def test_the_histories_of_all_experiments_keep_every_promise(survived: tuple[Path, list[Any]]) -> None:
+def test_the_histories_of_all_experiments_violate_no_guarantee(survived: tuple[Path, list[Any]]) -> None:
     (ranks,) = read_histories(survived[0]).values()
     assert list(violations(ranks)) == []
     assert len(ranks[0].of("commit")) == survived[1][0]["an expert that arrives damaged"]["epoch"]

@@ -1,4 +1,4 @@
-"""Tests of hosts that miscount passes: ranks reconcile different counts, and a stuck count costs only seconds."""
+"""Tests of hosts that miscount passes: ranks reconcile the counts, and a stuck count delays a step by only seconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _serve(fault: str, epoch: int) -> dict[str, Any]:
     return live.facts(agent, worst, longest=longest, complaints=" | ".join(sorted(complaints)))
 
 
-def test_a_stuck_counter_costs_seconds_and_changes_no_output() -> None:
+def test_a_stuck_counter_delays_a_step_by_only_seconds_and_changes_no_output() -> None:
     facts = run_ranks(RANKS, _serve, "a stuck counter", 0)
     live.check_together(facts, epoch=0)
     assert max(fact["longest"] for fact in facts) < 30
@@ -79,7 +79,7 @@ def test_a_stuck_counter_costs_seconds_and_changes_no_output() -> None:
         pytest.param("counts that differ by 100,000", "counts", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_with_wrong_pass_counts_agree_on_one_and_switch_layers_again(fault: str, said: str) -> None:
+def test_ranks_with_wrong_pass_counts_agree_on_a_count_and_switch_layers_again(fault: str, said: str) -> None:
     facts = run_ranks(RANKS, _serve, fault, 12)
     live.check_together(facts)
     assert max(fact["longest"] for fact in facts) < 30

@@ -80,7 +80,7 @@ def test_ranks_reconnect_after_an_oversized_plan_ends_their_streams(tmp_path: Pa
 
 
 @pytest.mark.faults
-def test_continually_replaced_plans_leave_all_ranks_with_one_placement(tmp_path: Path) -> None:
+def test_continually_replaced_plans_leave_all_ranks_with_the_same_placement(tmp_path: Path) -> None:
     """Some of the plans are carried out, but none of them partially."""
     with (
         RogueService(RANKS) as service,

@@ -1,6 +1,6 @@
 """Tests that the model keeps serving when a rank's threads, links or memory fail.
 
-Balancing may stop, but then the reason is reported.
+If balancing stops, the reason is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_all_ranks_abort_a_stalled_transfer_and_the_next_one_succeeds(tmp_path: 
 @pytest.mark.parametrize(
     ("fault", "ranks"), [("kill-stream-thread", [1]), ("lose-votes", [1]), ("sleep", range(RANKS))]
 )
-def test_balancing_resumes_after_a_dead_stream_thread_lost_votes_or_a_sleep(
+def test_balancing_resumes_after_lost_votes_a_sleep_or_a_dead_stream_thread(
     fault: str, ranks: Sequence[int], tmp_path: Path
 ) -> None:
     with Scene(tmp_path, vote_timeout_seconds=60) as scene:
@@ -41,11 +41,11 @@ def test_balancing_resumes_after_a_dead_stream_thread_lost_votes_or_a_sleep(
         scene.wait_for_ranks()
         scene.wait_for_switches(2)
         # Steps take much less time than the timeout, which shows that ranks detect broken links instead of waiting for
-        # them.
+        # the timeout.
         scene.end_well()
 
 
-# By the time of the commit, the vote has passed, so other ranks use the layer's new layout even if this rank fails.
+# By the time of the commit, the vote has passed, so peers use the layer's new layout even if this rank fails.
 @pytest.mark.parametrize("fault", ["kill-transfer-thread", "break-heat-at-a-commit"])
 def test_layers_switch_again_after_an_agent_error_on_one_rank(fault: str, tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:

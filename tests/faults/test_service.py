@@ -15,7 +15,7 @@ from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.faults, pytest.mark.e2e, pytest.mark.timeout(900)]
 
-# Slow enough for a plan to stay in progress for a while.
+# Transfers are so slow that a plan is in progress for a while.
 SLOWLY = {"bytes_per_step": 3000}
 
 
@@ -69,7 +69,7 @@ def test_balancing_resumes_after_streams_are_cut_delayed_or_blocked(tmp_path: Pa
         scene.end_well()
 
 
-def test_the_lead_command_overcomes_a_clock_that_was_once_wrong(tmp_path: Path) -> None:
+def test_the_lead_command_restores_balancing_after_a_clock_was_wrong(tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         store = tmp_path / "state.sqlite3"

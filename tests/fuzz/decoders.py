@@ -296,7 +296,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "trace file": Decoder(
         trace_files,
-        # Only an SGLang client's lines need the number of choices. The other formats reject it.
+        # Only lines from an SGLang client need ``top_k``. The other formats reject it.
         lambda data: read_heat(_file("trace", data), ReadAs(top_k=1 if b"meta_info" in data else None)),
         (HeatError,),
     ),

@@ -32,16 +32,18 @@ MOST_MEGABYTES = 2048
 def main() -> None:
     """Fuzz the decoders. Exit with code 1 if an input broke a decoder, and 2 if atheris is not available."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=20, help="for each decoder (20)")
-    parser.add_argument("--seed", type=int, help="of the inputs (by default from the clock)")
     parser.add_argument(
-        "--decoder", choices=DECODERS, action="append", help="this one alone; may be repeated"
+        "--seconds", type=int, default=20, help="time to fuzz each decoder, in seconds (default: 20)"
     )
-    parser.add_argument("--input", type=Path, help="read this one input again, for one --decoder")
+    parser.add_argument("--seed", type=int, help="seed of the inputs (default: taken from the clock)")
+    parser.add_argument(
+        "--decoder", choices=DECODERS, action="append", help="fuzz only this decoder; may be repeated"
+    )
+    parser.add_argument("--input", type=Path, help="run only this input; requires exactly one --decoder")
     arguments = parser.parse_args()
     names = arguments.decoder or list(DECODERS)
     if arguments.input is not None and len(names) != 1:
-        parser.error("--input needs one --decoder")
+        parser.error("--input requires exactly one --decoder")
     prepare()
     if arguments.input is not None:
         sys.exit(run(names[0], str(arguments.input)) != 0)
@@ -60,12 +62,12 @@ def prepare() -> None:
     """
     if PYTHON.exists() and not subprocess.run([PYTHON, "-c", "import atheris"], check=False).returncode:
         return
-    print(f"making {HOME.name} with {ATHERIS}", flush=True)
+    print(f"creating {HOME.name} with {ATHERIS}", flush=True)
     venv.create(HOME, with_pip=True, clear=True)
     install = [PYTHON, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", ATHERIS]
     if subprocess.run(install, check=False).returncode:
-        needs = "Linux and Python 3.11 or 3.12: make clean, then make fuzz PYTHON=python3.12"
-        print(f"make fuzz: {ATHERIS} could not be installed; its wheels need {needs}", file=sys.stderr)
+        needs = "Linux and Python 3.11 or 3.12; run `make clean`, then `make fuzz PYTHON=python3.12`"
+        print(f"make fuzz: cannot install {ATHERIS}; its wheels require {needs}", file=sys.stderr)
         sys.exit(2)
     (packages,) = HOME.glob("lib/python*/site-packages")
     (packages / "tested.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
@@ -78,7 +80,7 @@ def run(name: str, *options: str) -> int:
 
 
 def fuzz(name: str, seconds: int, seed: int) -> bool:
-    """Fuzz one decoder and return whether an input broke it. Print the command that reproduces the failure."""
+    """Fuzz one decoder and return True if an input broke it. Print the command that reproduces the failure."""
     place = FINDINGS / name.replace(" ", "-")
     place.mkdir(parents=True, exist_ok=True)
     print(f"{name}:", flush=True)
@@ -100,7 +102,7 @@ def fuzz(name: str, seconds: int, seed: int) -> bool:
     if not broken:
         place.rmdir()
     for kept in sorted(place.glob("*")):
-        print(f'again: make fuzz ARGS=\'--decoder "{name}" --input "{kept.relative_to(ROOT)}"\'')
+        print(f'to reproduce: make fuzz ARGS=\'--decoder "{name}" --input "{kept.relative_to(ROOT)}"\'')
     return bool(broken)
 
 

@@ -1,6 +1,6 @@
 """Run one decoder under atheris, which mutates inputs towards uncovered code. ``tests.fuzz.fuzz`` starts it.
 
-``python -m tests.fuzz.guided DECODER LIBFUZZER_OPTIONS CORPUS``, in an environment that has atheris.
+Run ``python -m tests.fuzz.guided DECODER LIBFUZZER_OPTIONS CORPUS`` in an environment that has atheris.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["eplb_core", "eplb_lab", "eplb_service"
 
 
 def main() -> None:
-    """Run the fuzzer. This function never returns, because libFuzzer ends the process."""
+    """Run the fuzzer. This function never returns, because libFuzzer terminates the process."""
     decoder = DECODERS[sys.argv[1]]
     warnings.simplefilter("error")
     atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: outcome_of(decoder, data) and None)

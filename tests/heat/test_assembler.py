@@ -1,4 +1,7 @@
-"""Only steps that every rank reported under the same placement enter the window, interpreted by that placement."""
+"""Only steps that every rank reported under the same placement enter the window.
+
+Their counts are interpreted with that placement.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -
 
 
 def loads_of(heat: HeatAssembler) -> np.ndarray:
-    """Return the rank loads of the window's steps, ``[T, L, R]``, as differences of sums over the newest steps."""
+    """Return the rank loads of the window's steps, ``[T, L, R]``, as differences between sums over the newest steps."""
     sums = [heat.load_sums(newest)[1] for newest in range(1, heat.steps + 1)]
     return np.diff([np.zeros((LAYERS, RANKS)), *sums], axis=0)[::-1]
 
@@ -75,7 +78,7 @@ def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...
     return HeatReport(first_step, epochs, None, phase_T, counts_TLE)
 
 
-def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
+def test_a_step_enters_the_window_when_all_ranks_have_reported_it() -> None:
     heat = assembler()
     assert add(heat, 0, report(10, 1, 2)) == 0
     assert window_of(heat).steps == 0
@@ -102,7 +105,7 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     ids=[
         "skipped",
         "never",
-        "another placement",
+        "different placement",
         "unknown epoch",
         "not by slot",
         "late",
@@ -217,7 +220,7 @@ def test_a_late_or_repeated_report_changes_nothing() -> None:
     assert heat.counted.lost == 0
 
 
-def test_counts_are_interpreted_by_the_placement_of_their_epoch() -> None:
+def test_counts_are_interpreted_with_the_placement_of_their_epoch() -> None:
     heat = assembler()
     switched_RS = np.array([[2, 1], [0, 1]], dtype=np.int32)
     place(heat, 0, 1, switched_RS)
@@ -230,7 +233,7 @@ def test_counts_are_interpreted_by_the_placement_of_their_epoch() -> None:
     np.testing.assert_array_equal(loads_of(heat).sum(axis=2), [[4, 4], [4, 4]])
 
 
-def test_steps_that_are_dummies_on_all_ranks_have_no_heat() -> None:
+def test_steps_that_are_dummies_on_all_ranks_add_no_heat() -> None:
     heat = assembler()
     add_all(heat, report(0, 0, dummy=True))
     assert window_of(heat).steps == 0
@@ -241,8 +244,8 @@ def test_steps_that_are_dummies_on_all_ranks_have_no_heat() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_no_step_is_counted_twice_or_invented_in_any_order_of_reports(data: st.DataObject) -> None:
-    """Each rank reports ``t + 1`` tokens per slot in step ``t``, in batches split, lost and delayed at random."""
+def test_no_step_is_counted_twice_or_invented_whatever_the_order_of_reports(data: st.DataObject) -> None:
+    """Each rank reports ``t + 1`` tokens per slot in step ``t``, in batches of random size, loss and delay."""
     heat = assembler(window_steps=64, pending_steps=6)
     at = [0] * RANKS
     for _ in range(data.draw(st.integers(1, 40))):
@@ -258,7 +261,7 @@ def test_no_step_is_counted_twice_or_invented_in_any_order_of_reports(data: st.D
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))
 
 
-def test_steps_enter_the_window_in_batches_and_all_before_the_next_report() -> None:
+def test_steps_enter_the_window_in_batches_and_are_all_added_before_the_next_report() -> None:
     heat = assembler(pending_steps=4)
     for rank in range(RANKS):
         heat.take(rank, report(0, 1, 2, 3))
@@ -334,7 +337,7 @@ def test_loads_follow_from_source_heat_and_tables(seed: int, steps: int, width: 
     assert source_RLE is not None
 
 
-def test_tokens_are_attributed_by_the_tables_of_their_epoch() -> None:
+def test_tokens_are_attributed_to_ranks_with_the_tables_of_their_epoch() -> None:
     heat = assembler()
     table_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
     heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), table_RE)
@@ -354,7 +357,7 @@ def test_a_wait_for_requests_does_not_count_as_a_step() -> None:
     assert (unknown.mean_us, unknown.tokens_per_step) == (None, None)
 
 
-def test_shared_tokens_count_once_and_are_unknown_for_old_agents() -> None:
+def test_shared_tokens_are_counted_once_and_are_unknown_for_old_agents() -> None:
     ranks = 4
     layers = 1
     experts = 8
@@ -375,7 +378,7 @@ def test_shared_tokens_count_once_and_are_unknown_for_old_agents() -> None:
     np.testing.assert_array_equal(times.us_T, [np.nan, 1001.5, np.nan, np.nan])
     np.testing.assert_array_equal(times.tokens_T, [11, 11, np.nan, np.nan])
     assert np.isnan(heat.step_times((1,)).us_T).all(), (
-        "steps under another placement say nothing about the current one"
+        "steps under a different placement say nothing about the current one"
     )
 
 
@@ -410,7 +413,7 @@ def test_only_steps_of_the_planned_phase_enter_the_window(phase, entered, own_RT
     assert heat.other_phase_steps == other_phase_steps
 
 
-def test_sums_of_a_report_count_only_if_all_its_steps_are_of_the_phase():
+def test_a_reports_sums_count_only_if_all_its_steps_are_in_the_planned_phase():
     heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), 8, 8, phase="decode")
     for layer in range(LAYERS):
         place(heat, layer, 0, PLACEMENT_LRS[layer])

@@ -1,4 +1,4 @@
-"""Synthetic heat has distinct experts per token, is reproducible, and moves according to its kind."""
+"""Synthetic heat has distinct experts per token, is reproducible, and changes over time as its kind says."""
 
 import numpy as np
 import pytest
@@ -37,13 +37,13 @@ def test_the_seed_determines_the_heat(kind):
 
 
 def share_change(heat_TLE):
-    """Return the distance between the expert shares of the heat's two halves, mean over layers, 0 to 1."""
+    """Return the distance between the expert shares of the heat's two halves, averaged over the layers, from 0 to 1."""
     totals = [half.sum(axis=0) for half in np.array_split(heat_TLE, 2)]
     halves = np.stack([total / total.sum(axis=1, keepdims=True) for total in totals])
     return float(np.abs(halves[0] - halves[1]).sum(axis=1).mean() / 2)
 
 
-def test_each_kind_moves_according_to_its_name():
+def test_each_kind_changes_over_time_as_its_name_says():
     static = synthetic_heat("static", 400, 4, 64, seed=3)
     drift = synthetic_heat("drift", 400, 4, 64, seed=3)
     assert share_change(static) < 0.02

@@ -23,7 +23,7 @@ def test_heat_that_kernels_can_read_is_not_copied(kind: type) -> None:
     ("kind", "expected"),
     [("i2", "i8"), ("u8", "i8"), (">i4", "i8"), (">i8", "i8"), ("f2", "f8"), ("f4", "f8"), (">f8", "f8")],
 )
-def test_other_types_are_widened(kind: str, expected: str) -> None:
+def test_types_that_kernels_cannot_read_are_widened(kind: str, expected: str) -> None:
     heat_TLE = checked_heat(COUNTS_TLE.astype(kind))
     assert heat_TLE.dtype == np.dtype(expected)
     np.testing.assert_array_equal(heat_TLE, COUNTS_TLE)
@@ -49,7 +49,7 @@ def test_external_policies_get_integer_counts_as_int64() -> None:
     assert widened(COUNTS_TLE.astype(np.int32)).dtype == np.int64
 
 
-def test_episodes_of_int32_do_not_overflow() -> None:
+def test_summing_int32_heat_into_episodes_does_not_overflow() -> None:
     heat_TLE = np.full((4, 1, 2), 2**30, dtype=np.int32)
     sums_KNE = sum_episodes(Window(heat_TLE).heat_TLE, np.array([0]), 1)
     np.testing.assert_array_equal(sums_KNE, np.full((1, 1, 2), 2.0**32))

@@ -61,14 +61,14 @@ QUESTIONS = {
     "heat and tokens by slot": (
         "a.npz",
         npz(heat=COUNTS_TLP[..., :32], slot_heat=COUNTS_TLP),
-        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: specify its meaning with --as",
+        r"holds heat \[7, 4, 32\], slot_heat \[7, 4, 40\]: specify the meaning with --as",
         {"meaning": "heat"},
         (7, 4, 32),
     ),
     "tokens of one pass by slot": (
         "expert_load_pass.npy",
         npy(COUNTS_TLP[0]),
-        r"physical slot \[4, 40\] without a placement: pass .* with --map, or use --as heat or --as weights",
+        r"physical slot, of shape \[4, 40\], without a placement: pass .* with --map, or use --as heat or --as weights",
         {"phy2log": PLACED_LP},
         (1, 4, 32),
     ),
@@ -90,7 +90,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize(("name", "write", "question", "answer", "shape"), QUESTIONS.values(), ids=QUESTIONS)
-def test_an_ambiguous_array_is_rejected_until_an_option_decides(
+def test_an_ambiguous_array_is_rejected_unless_an_option_states_its_meaning(
     tmp_path: Path, name: str, write: Any, question: str, answer: dict[str, Any], shape: tuple[int, int, int]
 ) -> None:
     path = tmp_path / name

@@ -107,7 +107,7 @@ def test_many_expanded_tensors_are_rejected(tmp_path):
     path = tmp_path / "bomb.pt"
     members = {"a/data.pkl": stride_0(2), "a/version": "3\n", "a/data/0": np.ones(1, "<f4").tobytes()}
     zipped(path, members)
-    assert "asks for 0.5 GiB of memory, though it has only" in refusal(path)
+    assert "asks for 0.5 GiB of memory, although it has only" in refusal(path)
 
 
 def test_one_expanded_tensor_is_read(tmp_path):
@@ -151,6 +151,6 @@ def test_a_table_of_long_strings_is_rejected(tmp_path):
 def test_a_row_with_a_distant_step_is_rejected(tmp_path):
     path = tmp_path / "bomb.csv"
     path.write_text("step,layer,expert,tokens\n0,0,0,1\n999999,99,99,1\n")
-    assert "asks for 1.5 GiB of memory, though it has only" in refusal(path)
+    assert "asks for 1.5 GiB of memory, although it has only" in refusal(path)
     path.write_text("step,layer,expert,tokens\n0,0,0,1\n999,57,255,1\n")
     assert read_heat(path).shape == (1000, 2, 256)

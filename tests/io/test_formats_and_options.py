@@ -97,7 +97,7 @@ def csv_of_weights(folder: Path) -> Path:
 
 def tensorrt_llm(folder: Path) -> Path:
     save = pytest.importorskip(
-        "safetensors.numpy", reason="TENSORRT-LLM IS NOT TESTED: no safetensors here"
+        "safetensors.numpy", reason="TENSORRT-LLM IS NOT TESTED: safetensors is not installed"
     ).save
     (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 2}))
     arrays = {
@@ -201,7 +201,7 @@ def test_an_option_has_an_effect_or_is_rejected(name: str, option: str, tmp_path
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stating_the_correct_number_of_experts_changes_nothing_else(name: str, tmp_path: Path) -> None:
+def test_stating_the_correct_number_of_experts_does_not_change_the_heat(name: str, tmp_path: Path) -> None:
     path = FORMATS[name][0](tmp_path)
     needed = NEEDED.get(name, {})
     trace = open_trace(path, ReadAs(**needed, experts=EXPERTS))
@@ -295,7 +295,9 @@ def test_an_installed_package_can_add_a_format(installed: Any, tmp_path: Path) -
         (lambda path, read_as: [[1]], "the trace format bad returned a list; expected a Trace or None"),
     ],
 )
-def test_a_failing_reader_names_its_package(read: Any, message: str, installed: Any, tmp_path: Path) -> None:
+def test_the_error_of_a_failing_reader_names_its_format(
+    read: Any, message: str, installed: Any, tmp_path: Path
+) -> None:
     installed(Entry("bad", read))
     with pytest.raises(HeatError, match=message):
         open_trace(FORMATS["npz of heat"][0](tmp_path))
@@ -336,7 +338,7 @@ def test_a_map_numbered_by_moe_layer_is_matched_in_order(tmp_path: Path) -> None
     np.testing.assert_array_equal(trace.heat(0, trace.steps), HEAT_TLE)
 
 
-def test_a_map_that_misses_a_layer_with_tokens_is_rejected(tmp_path: Path) -> None:
+def test_a_map_without_a_layer_that_has_tokens_is_rejected(tmp_path: Path) -> None:
     read_as = read_map(map_file(tmp_path, "tensorrt-llm", (3, 4)))
     for name, whose in (
         ("npz of numbered layers", "3, 5"),

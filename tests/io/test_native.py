@@ -62,7 +62,7 @@ def test_a_trace_survives_a_round_trip(tmp_path):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.data())
-def test_any_slice_of_any_batches_is_read(tmp_path_factory, batches, data):
+def test_any_slice_of_a_trace_is_read_with_any_batch_sizes(tmp_path_factory, batches, data):
     path = tmp_path_factory.mktemp("traces") / "a.zarr"
     heat_TLE = RNG.integers(0, 2**32, (sum(batches), 1, 3))
     ends = np.cumsum(batches)
@@ -82,7 +82,7 @@ def placements(epoch):
 
 
 def by_slot(path, known_epochs=(0, 5)):
-    """Record a trace in which layer 1 switches at step 60, and return its directory and its heat by expert."""
+    """Record a trace in which layer 1 switches at step 60, and return its heat by expert."""
     slot_heat_TLP = RNG.integers(0, 50, (100, LAYERS, RANKS * SLOTS))
     epoch_TL = np.zeros((100, LAYERS), dtype=int)
     epoch_TL[60:, 1] = 5
@@ -97,7 +97,7 @@ def by_slot(path, known_epochs=(0, 5)):
     return np.where(epoch_TL[:, :, None] == 5, after_TLE, before_TLE)
 
 
-def test_tokens_by_slot_are_read_under_the_placement_of_their_epoch(tmp_path):
+def test_tokens_by_slot_are_converted_with_the_placement_of_their_epoch(tmp_path):
     heat_TLE = by_slot(tmp_path / "a.zarr")
     trace = open_trace(tmp_path / "a.zarr")
     assert trace.by_slot
@@ -235,7 +235,7 @@ DAMAGE = {
     "a gigantic chunk": (in_chunks(1 << 29, LAYERS, EXPERTS), "whole rows, up to 1 GiB"),
     "rows of another size": (
         in_chunks(256, LAYERS, EXPERTS + 1),
-        "rows [2, 9], but the attributes claim 200 rows [2, 8]",
+        "rows of shape [2, 9], but the attributes claim 200 rows of shape [2, 8]",
     ),
     "more steps than memory": (of_endless_steps, "more than this machine's memory"),
     "chunks in another order": (of_heat(chunk_key_encoding={"name": "x"}), "chunk layout differs"),
@@ -246,7 +246,7 @@ DAMAGE = {
         of_heat(codecs=[{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "gzip"}]),
         "encoded with bytes (little) and gzip",
     ),
-    "chunks of nothing": (in_chunks(0, LAYERS, EXPERTS), "positive lengths"),
+    "chunks of nothing": (in_chunks(0, LAYERS, EXPERTS), "expected positive lengths"),
     "negative steps": (of_heat(shape=[-1, LAYERS, EXPERTS]), "non-negative"),
 }
 
@@ -262,7 +262,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_trace_is_rejected_on_one_line(tmp_path, damage, message):
+def test_a_damaged_trace_is_rejected_with_a_one_line_error(tmp_path, damage, message):
     path = record(tmp_path / "a.zarr")
     damage(path)
     with pytest.raises(HeatError) as caught:
@@ -274,9 +274,9 @@ def test_a_damaged_trace_is_rejected_on_one_line(tmp_path, damage, message):
 def test_invalid_batches_are_rejected(tmp_path):
     writer = TraceWriter(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS)
     for heat_TLE, message in [
-        (-HEAT_TLE, "whole tokens below 2"),
-        (HEAT_TLE / 2, "whole tokens below 2"),
-        (HEAT_TLE + 2**32, "whole tokens below 2"),
+        (-HEAT_TLE, "whole token counts below 2"),
+        (HEAT_TLE / 2, "whole token counts below 2"),
+        (HEAT_TLE + 2**32, "whole token counts below 2"),
         (HEAT_TLE[:, :1], r"heat has shape \[200, 1, 8\]; expected \[200, 2, 8\]"),
     ]:
         with pytest.raises(HeatError, match=message):
@@ -295,7 +295,7 @@ def test_invalid_batches_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".zarr", ".npz", ".npy"])
-def test_a_copy_contains_the_slice(tmp_path, suffix):
+def test_a_copy_contains_exactly_the_requested_slice(tmp_path, suffix):
     trace = open_trace(record(tmp_path / "a.zarr"))
     out = tmp_path / f"b{suffix}"
     assert copy_trace(trace, out, (20, 150), (1, None)) == (130, 1, EXPERTS)
@@ -325,7 +325,7 @@ def test_a_failed_copy_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_are_validated_before_any_work(tmp_path):
+def test_invalid_output_paths_are_rejected(tmp_path):
     (tmp_path / "a.zarr").mkdir()
     for name, message in [
         ("a.zarr", "already exists"),
@@ -336,7 +336,7 @@ def test_outputs_are_validated_before_any_work(tmp_path):
             check_trace_output(tmp_path / name)
 
 
-def test_a_trace_of_the_first_release_opens():
+def test_a_trace_written_by_the_first_release_can_be_opened():
     trace = open_trace(Path(__file__).parents[1] / "data" / "trace-0.1.0.zarr")
     phy2log_LP = np.array([[0, 1, 2, 3, 0, 1]])
     slots_TLP = np.arange(24).reshape(4, 1, 6)

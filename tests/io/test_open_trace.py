@@ -12,7 +12,7 @@ from tests.io.traces import HEAT_TLE, PHY2LOG_LP, refusal, slots_of
 
 
 @pytest.mark.parametrize("name", ["heat", "counts", "logical_count"])
-def test_npz_arrays_are_read_under_each_name(tmp_path, name):
+def test_an_npz_array_is_read_under_each_accepted_name(tmp_path, name):
     path = tmp_path / "trace.npz"
     np.savez_compressed(path, other=np.zeros(1), **{name: HEAT_TLE})
     heat = read_heat(path)
@@ -77,7 +77,7 @@ def test_routes_are_batched_by_the_documented_rule(tmp_path):
     assert open_trace(path, ReadAs(batch=3)).steps == 1
 
 
-def test_sources_and_phases_are_read_with_the_heat(tmp_path):
+def test_source_heat_and_phases_are_read_with_the_heat(tmp_path):
     path = tmp_path / "demo.npz"
     source_TRLE = np.random.default_rng(0).integers(0, 9, (20, 4, 3, 8))
     phase_T = np.arange(20) % 2
@@ -89,7 +89,9 @@ def test_sources_and_phases_are_read_with_the_heat(tmp_path):
     assert np.array_equal(trace.source(3, 17), source_TRLE[3:17].sum(axis=0))
     assert trace.phase_numbers(4, 8).tolist() == [0, 1, 0, 1]
     np.savez(path, **{**arrays, "source": source_TRLE[:-1]})
-    assert "source heat is int64 [19, 4, 3, 8]; expected integers [20, 4, 3, 8]" in refusal(path)
+    assert "source heat is int64 of shape [19, 4, 3, 8]; expected integers of shape [20, 4, 3, 8]" in refusal(
+        path
+    )
     np.savez(path, **arrays, phase_names=np.array(["chat"]))
     assert "expected one integer from 0 to 0 per step" in refusal(path)
 

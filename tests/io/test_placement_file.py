@@ -12,7 +12,7 @@ from eplb_service.io.placement_file import _expert_map_document, read_map, read_
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 
 
-def test_each_engine_finds_its_keys(tmp_path):
+def test_a_file_for_an_engine_has_the_keys_that_the_engine_reads(tmp_path):
     tables = PLACEMENT.default_log2phy()
     flat = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
     write_placement(tmp_path / "a.json", PLACEMENT, tables)
@@ -53,7 +53,7 @@ def test_a_file_saved_by_sglang_is_read(tmp_path):
     assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
 
 
-def test_expert_map_names_devices_and_layers():
+def test_an_expert_map_numbers_its_layers_and_devices():
     document = _expert_map_document(PLACEMENT, range(3))
     assert document["moe_layer_count"] == 3
     assert document["layer_list"][1]["layer_id"] == 1
@@ -61,7 +61,7 @@ def test_expert_map_names_devices_and_layers():
     assert document["layer_list"][1]["device_list"][3] == {"device_id": 3, "device_expert": [0, 1]}
 
 
-def test_expert_map_may_list_layers_and_devices_in_any_order(tmp_path):
+def test_an_expert_map_may_list_layers_and_devices_in_any_order(tmp_path):
     document = _expert_map_document(PLACEMENT, range(3))
     document["layer_list"].reverse()
     for layer in document["layer_list"]:
@@ -136,11 +136,11 @@ def test_an_sglang_file_has_a_row_for_every_model_layer(tmp_path, numbers):
 
 @pytest.mark.parametrize("numbers", [[0] * PLACEMENT.layers, [1], range(PLACEMENT.layers, 0, -1)])
 def test_invalid_layer_numbers_are_rejected(tmp_path, numbers):
-    with pytest.raises(PlacementError, match="increasing numbers of at least 0"):
+    with pytest.raises(PlacementError, match="increasing, non-negative numbers"):
         write_placement(tmp_path / "map.json", PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)
 
 
-def test_vllm_files_name_layers_as_text_and_have_one_placement(tmp_path):
+def test_a_vllm_file_has_layer_numbers_as_text_and_a_single_placement(tmp_path):
     path = tmp_path / "mapping.jsonl"
     many = Placement.linear(layers=11, experts=6, ranks=2, slots=4)
     write_placement(path, many, many.default_log2phy())

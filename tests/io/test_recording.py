@@ -1,4 +1,4 @@
-"""Tests of recording: reports are stored unchanged under their epochs' placements, and nothing is guessed."""
+"""Tests of recording: reports are stored unchanged with their epochs' placements, and no missing value is guessed."""
 
 import os
 import subprocess
@@ -86,7 +86,7 @@ def test_steps_are_recorded_as_reported(recorder):
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
 
-def test_a_switch_may_be_reported_after_its_steps(recorder):
+def test_a_switch_may_be_reported_after_the_steps_that_follow_it(recorder):
     add_reports(recorder, 0, 10)
     add_reports(recorder, 10, 20, epochs=(0, 1))
     recorder.place(1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
@@ -133,7 +133,7 @@ def sources_of(rank, steps, offset=0):
     return np.random.default_rng([rank, offset]).integers(0, 9, (steps, LAYERS, EXPERTS)).astype(np.uint8)
 
 
-def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
+def test_source_heat_tokens_and_phases_are_recorded_as_reported(recorder):
     phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
     for first in (0, 10, 20, 30):
         for rank in range(RANKS):
@@ -157,7 +157,7 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(recorder):
     assert trace.tokens(0, 30) is None
 
 
-def test_steps_without_sources_are_skipped_in_a_trace_with_sources(recorder):
+def test_steps_without_source_heat_are_lost_in_a_trace_with_source_heat(recorder):
     for first in range(0, 80, 20):
         for rank in range(RANKS):
             sent = report(rank, first, first + 20)
@@ -168,7 +168,7 @@ def test_steps_without_sources_are_skipped_in_a_trace_with_sources(recorder):
     assert recorder.lost == 20
 
 
-def test_sources_of_very_large_deployments_are_not_recorded(monkeypatch):
+def test_source_heat_of_very_large_deployments_is_not_recorded(monkeypatch):
     monkeypatch.setattr(recorder_module, "MAX_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
     placed(recorder)
@@ -187,7 +187,7 @@ def test_incomplete_steps_at_the_start_do_not_count_as_lost(recorder):
 
 
 @pytest.mark.parametrize("deals", [False, True], ids=["one-replica", "dealing"])
-def test_uncounted_slots_are_derived_from_sources_and_tables(deals):
+def test_missing_slot_counts_are_computed_from_source_heat_and_tables(deals):
     tables = [placement.default_log2phy(3 if deals else 1) for placement in (LINEAR, OTHER)]
     source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, pending_steps=32)
@@ -220,7 +220,7 @@ def test_a_step_that_only_some_ranks_count_by_slot_is_lost(recorder):
     assert recorder.lost == 10
 
 
-def test_uncounted_slots_without_tables_are_rejected():
+def test_missing_slot_counts_are_rejected_if_the_tables_are_unknown():
     recorder = Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 32)
     for layer in range(LAYERS):
         recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)

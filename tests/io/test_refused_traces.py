@@ -67,7 +67,7 @@ def test_an_invalid_step_late_in_a_trace_is_named_when_it_is_read(tmp_path):
 HOSTILE = {
     "an npz of other arrays": (
         lambda p: np.savez(p, xs=HEAT_TLE),
-        "holds xs [2, 3, 4]: specify its meaning with --as",
+        "holds xs [2, 3, 4]: specify the meaning with --as",
     ),
     "an empty file": (lambda p: p.write_bytes(b""), "is empty"),
     "a pickle": (lambda p: p.write_bytes(b"\x80\x04K\x01."), "could run code"),
@@ -93,7 +93,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("write", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_foreign_files_are_rejected(tmp_path, write, message):
+def test_files_that_are_not_traces_are_rejected(tmp_path, write, message):
     path = tmp_path / "trace.npz"
     write(path)
     assert message in refusal(path)
@@ -124,7 +124,7 @@ def test_a_header_with_an_impossible_shape_is_rejected(tmp_path, suffix):
     [
         (ReadAs(phy2log=PHY2LOG_LP[:, :5]), "does not match heat of 3 layers x 6 slots"),
         (ReadAs(phy2log=PHY2LOG_LP - 1), "refers to experts -1 to 2"),
-        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map float64 [3, 6] does not match"),
+        (ReadAs(phy2log=PHY2LOG_LP / 1.0), "the map (float64, shape [3, 6]) does not match"),
         (ReadAs(phy2log=PHY2LOG_LP, experts=3), "refers to experts 0 to 3, but there are only 3 experts"),
     ],
 )
@@ -152,8 +152,8 @@ def test_a_map_that_does_not_fit_is_rejected(tmp_path, read_as, message):
             "increasing integers from 0 to 4",
         ),
         ({"routes": np.zeros((4, 1, 2), dtype=int)}, "too few for one step of 64"),
-        ({"routes": np.zeros((4, 1, 2))}, "expected integers [tokens, layers, choices]"),
-        ({"routes": np.zeros((4, 2), dtype=int)}, "expected integers [tokens, layers, choices]"),
+        ({"routes": np.zeros((4, 1, 2))}, "expected integers of shape [tokens, layers, choices]"),
+        ({"routes": np.zeros((4, 2), dtype=int)}, "expected integers of shape [tokens, layers, choices]"),
         ({"routes": np.zeros((4, 1, 2), dtype=int), "num_experts": -1}, "one positive integer"),
     ],
 )

@@ -40,10 +40,10 @@ def test_heat_survives_a_round_trip(
     suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if suffix == ".parquet":
-        pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
+        pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: pyarrow is not installed")
     path = tmp_path_factory.mktemp("trace") / f"heat{suffix}"
     if suffix == ".zarr" and (heat_TLE != np.floor(heat_TLE)).any():
-        with pytest.raises(HeatError, match="records whole tokens below"):
+        with pytest.raises(HeatError, match="records whole token counts below"):
             copy_trace(ArrayTrace(heat_TLE), path)
         assert list(path.parent.iterdir()) == []
         return

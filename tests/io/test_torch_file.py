@@ -96,7 +96,7 @@ class Rebuilt:
 
 
 class Storage(tuple):
-    """A persistent id of the pickle."""
+    """Object that is pickled as a persistent id."""
 
 
 class StoragePickler(pickle.Pickler):
@@ -137,7 +137,7 @@ def test_the_helper_for_hostile_tensors_also_writes_valid_ones(tmp_path):
         (b"\x80\x02}R.", "not a valid tensor file"),
     ],
 )
-def test_hostile_programs_are_rejected(tmp_path, program, message):
+def test_hostile_pickles_are_rejected(tmp_path, program, message):
     path = tmp_path / "a.pt"
     with_program(path, program, [("0", np.arange(4, dtype="<f4").tobytes())])
     with pytest.raises(HeatError, match=message.replace(".", r"\.")):
@@ -148,7 +148,7 @@ def test_zip_files_that_are_not_torch_files_are_rejected(tmp_path):
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", "y")
-    with pytest.raises(HeatError, match=r"without a torch file's data\.pkl"):
+    with pytest.raises(HeatError, match=r"has no data\.pkl of at most 64 MiB"):
         read_torch(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", "N.")
@@ -199,7 +199,7 @@ def damaged(data, rng):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_program_is_read_or_rejected_on_one_line(tmp_path):
+def test_a_damaged_pickle_is_read_or_rejected_with_a_one_line_error(tmp_path):
     whole = tmp_path / "whole.pt"
     path = tmp_path / "a.pt"
     rng = random.Random(1)

@@ -10,7 +10,7 @@ HEAT_TLE = np.random.default_rng(0).integers(1, 9, (60, 2, 8))
 
 
 @pytest.mark.parametrize("window", [7, 20, 200])
-def test_steps_without_tokens_do_not_change_a_ratio(window):
+def test_steps_without_tokens_do_not_change_the_par(window):
     dense = statistics(ArrayTrace(HEAT_TLE), window, ranks=4)
     with_gaps = np.zeros((150, 2, 8), dtype=int)
     with_gaps[np.sort(np.random.default_rng(1).choice(150, 60, replace=False))] = HEAT_TLE
@@ -20,7 +20,7 @@ def test_steps_without_tokens_do_not_change_a_ratio(window):
     assert dense.par_L == pytest.approx((loads_TLR.max(axis=2) / loads_TLR.mean(axis=2)).mean(axis=0))
 
 
-def test_a_layer_without_tokens_has_no_ratio():
+def test_the_par_of_a_layer_without_tokens_is_nan():
     heat_TLE = HEAT_TLE.copy()
     heat_TLE[:, 1] = 0
     figures = statistics(ArrayTrace(heat_TLE), 20, ranks=4)

@@ -11,7 +11,7 @@ PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 0, 1, 2, 3, 3
 
 
 def by_expert(slots_TLP, phy2log_LP, experts):
-    """Return the tokens by expert, int64 ``[T, L, E]``, in a plain loop."""
+    """Sum the tokens by expert in a plain loop, and return them, int64 ``[T, L, E]``."""
     heat_TLE = np.zeros((*np.shape(slots_TLP)[:2], experts), dtype=np.int64)
     for (step, layer, slot), tokens in np.ndenumerate(slots_TLP):
         heat_TLE[step, layer, phy2log_LP[layer, slot]] += tokens

@@ -80,14 +80,18 @@ def test_logits_equal_those_of_transformers(
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("qwen3", {"model_type": "mixtral"}, "the model is a mixtral; use qwen3_moe or deepseek_v2"),
+        (
+            "qwen3",
+            {"model_type": "mixtral"},
+            "the model has model_type mixtral; use qwen3_moe or deepseek_v2",
+        ),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8"}},
             r"the model is quantised \(.*\), which is not supported",
         ),
-        ("qwen3", {"hidden_act": "gelu"}, "the model has the activation gelu; use silu"),
-        ("deepseek", {"topk_method": "noaux_tc"}, "the model chooses experts by noaux_tc; use greedy or gro"),
+        ("qwen3", {"hidden_act": "gelu"}, "the model uses the activation gelu; only silu is supported"),
+        ("deepseek", {"topk_method": "noaux_tc"}, "the model has topk_method noaux_tc; use greedy or gro"),
     ],
 )
 def test_an_unsupported_model_is_rejected(name: str, changed: dict[str, Any], message: str, tmp_path: Path):
@@ -113,7 +117,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_missing_unknown_and_unsupported_tensors_are_named(
+def test_missing_unknown_and_unsupported_tensors_are_named_in_the_error(
     name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
 ):
     write_checkpoint(tmp_path, "qwen3")

@@ -80,7 +80,7 @@ def test_every_combination_of_options_gives_the_same_logits(
         lambda group, *of, **where: asked.append(of) or ask(group, *of, **where),
     )
     weights = Checkpoint(write_small_model(tmp_path / "small"))
-    # One more row on the first rank.
+    # The first rank has one more row.
     tokens_BT = _tokens(ROWS + 1, 6)
     # Grouped experts have no replicas, and each rank holds one group.
     slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
@@ -119,7 +119,7 @@ def test_a_stepwise_split_runs_the_rounds_for_its_step_size(
 ) -> None:
     """With all-to-all, ranks do not exchange their batch sizes.
 
-    Without a known length, they would run as many rounds as thousands of choices require.
+    If the maximum length were unknown, they would run as many rounds as thousands of choices require.
     """
     sizes: set[int] = set()
     rounds_for = stepwise.rounds_for
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_read_with_its_stored_precision(tmp_path: Path) -> None:
     assert torch.equal(w2_HI, moes[1].w2[3].bfloat16().float())
 
 
-def test_the_embedded_model_comes_with_the_package() -> None:
+def test_the_embedded_model_is_included_in_the_package() -> None:
     assert Checkpoint().config == ModelConfig()
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 8 * 2**20
 
@@ -243,7 +243,7 @@ def test_requests_are_reproducible_and_differ_between_ranks_and_seeds() -> None:
     assert questions(0, 1) != questions(0, 2)
 
 
-def test_bytes_follow_their_probabilities_and_depend_only_on_the_seed() -> None:
+def test_sampled_bytes_follow_their_probabilities_and_depend_only_on_the_seed() -> None:
     logits_BV = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).expand(20_000, 3)
 
     def drawn(temperature: float, seed: int) -> torch.Tensor:

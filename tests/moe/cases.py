@@ -66,7 +66,7 @@ class Case:
         return (lambda expert: tuple(weight[:, 0] for weight in weights(expert))) if self.biased else None
 
     def dense(self) -> DenseMoE:
-        """The dense twin whose outputs the layer must match."""
+        """Return the dense twin, whose outputs the layer must match."""
         return DenseMoE(self.shape, seeded_experts(self.shape, self.seed), dtype=self.dtype)
 
     def placement(self, draw: int = 0) -> Int32:

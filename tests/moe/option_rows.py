@@ -43,7 +43,7 @@ MOST_TOKENS = 5
 
 
 def allowed(row: Row) -> bool:
-    """Return whether these options can be combined. Some options may be missing."""
+    """Return True if these options can be combined. Some options may be missing."""
     if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
         return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
@@ -82,9 +82,9 @@ class Step:
 
     @property
     def real_T(self) -> torch.Tensor:
-        """Tokens whose outputs are not zero by definition.
+        """Mask of the tokens whose outputs may differ from zero.
 
-        Even if all of a token's choices are masked, its shared experts contribute.
+        They include tokens whose choices are all masked, because shared experts still compute them.
         """
         if self.phase is StepPhase.DUMMY or (self.active is not None and self.active.ndim == 1):
             return self.real_TK.any(dim=1)

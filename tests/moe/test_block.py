@@ -1,4 +1,4 @@
-"""Tests that a block routes as its model defines, and that zero-computation experts cost nothing but are counted."""
+"""Tests that a block routes as its model defines, and that free experts are neither dispatched nor counted."""
 
 from __future__ import annotations
 

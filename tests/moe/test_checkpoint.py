@@ -179,7 +179,7 @@ def test_an_unsupported_quantisation_is_rejected(kind: str, build: Any):
         build(case, quantization=kind)
 
 
-def test_a_missing_tensor_is_named():
+def test_a_missing_tensor_is_named_in_the_error():
     loading = loader(tensors())
     for name, tensor in checkpoint(quantized=False).items():
         if not name.endswith("2.down_proj.weight"):

@@ -116,7 +116,7 @@ def test_steps_beyond_the_documented_mc2_limits_are_rejected(
     limits(replace(variant, buffer_megabytes=4302)).check_step(min(tokens, 256), min(choices, 16))
 
 
-def test_a_layer_enforces_the_limits_of_mc2_and_a_separate_group():
+def test_a_layer_enforces_the_limits_of_mc2_and_requires_a_separate_group():
     case = Case("mc2", experts=4, slots=2, top_k=3, tokens=(3, 3), hidden=1024)
     options = LayerOptions(mc2=replace(A3, buffer_megabytes=1))
 
@@ -156,7 +156,7 @@ def test_the_mc2_buffer_size_on_an_npu_is_read_from_hccl_buffsize(monkeypatch: p
 
 
 def test_a_grouped_token_with_too_many_choices_on_a_rank_becomes_nan():
-    """Ids are not checked on a device, so an expert outside its group must not go unnoticed."""
+    """Ids are not checked on accelerators, so NaN must reveal an expert outside its group."""
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 
     def one_step(group: RankGroup) -> torch.Tensor:

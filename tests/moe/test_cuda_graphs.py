@@ -41,8 +41,8 @@ HEAT_ROWS = 4
 def captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """Capture a step, and return a function that replays it and the tensor that every replay writes.
 
-    The step runs twice before the capture, to warm up. The default capture mode forbids other threads to make certain
-    calls, even if these would not affect the capture, and communication libraries have such threads.
+    The step runs twice before the capture, to warm up. The default capture mode does not allow other threads to make
+    certain calls, even if these would not affect the capture, and communication libraries have such threads.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -62,8 +62,8 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
-            # Ignore the warning that this mode is a prototype, which is issued once per process. The mode is set in any
-            # case.
+            # Ignore the warning that this mode is a prototype, which is issued once per process. The mode is set
+            # nevertheless.
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield
@@ -95,7 +95,7 @@ class OneOfEight(RankGroup):
 
 
 @pytest.mark.parametrize("rank", [None, 0, 5])
-def test_a_captured_split_follows_counts_and_placements(rank: int | None) -> None:
+def test_a_captured_split_uses_new_counts_and_placements(rank: int | None) -> None:
     generator = np.random.default_rng(0)
     placements = [random_placement(RANKS, SLOTS, EXPERTS, generator) for _ in range(STEPS)]
     splits = {where: StepwiseSplit(placements[0], EXPERTS, where) for where in ("cpu", GPU)}
@@ -120,7 +120,7 @@ def test_a_captured_split_follows_counts_and_placements(rank: int | None) -> Non
     assert len(chosen) == STEPS
 
 
-def test_the_split_is_bitwise_equal_on_a_gpu() -> None:
+def test_the_split_is_bitwise_equal_on_the_cpu_and_a_gpu() -> None:
     generator = np.random.default_rng(1)
     placed_RS = random_placement(32, 9, 256, generator)
     here, there = (StepwiseSplit(placed_RS, 256, where) for where in ("cpu", GPU))
@@ -254,11 +254,11 @@ def check_captured(way: Way, group: RankGroup | None = None) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_captured_step_follows_tokens_weights_and_tables_and_counts_their_heat(way: Way) -> None:
+def test_a_captured_step_uses_new_tokens_weights_and_tables_and_counts_its_heat(way: Way) -> None:
     check_captured(way)
 
 
-def test_the_guard_detects_a_wait() -> None:
+def test_the_guard_detects_that_the_host_waits_for_the_device() -> None:
     one = torch.ones(1, device=GPU)
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         one.item()
@@ -273,5 +273,5 @@ def _over_nccl() -> None:
     dist.destroy_process_group(group)
 
 
-def test_exchanges_over_nccl_are_also_captured() -> None:
+def test_exchanges_over_nccl_can_also_be_captured() -> None:
     run_ranks(1, _over_nccl, deadline=120)

@@ -26,8 +26,8 @@ WEIGHTS_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]])
 LAST_ABSENT_TK = torch.tensor([[False, False], [False, True]])
 
 
-def test_a_choice_without_a_row_adds_nothing():
-    """Nor is uninitialised memory read."""
+def test_a_choice_without_a_row_adds_nothing_to_the_output():
+    """Uninitialised memory is not read either."""
     reduce = WeightAndReduce(ROW_OF_CHOICE, WEIGHTS_TK, LAST_ABSENT_TK)
     assert reduce(reference, ROWS_NH.clone()).tolist() == [[50.25, 100.5], [20.0, 40.0]]
     nobody_TK = torch.ones(2, 2, dtype=torch.bool)
@@ -36,11 +36,8 @@ def test_a_choice_without_a_row_adds_nothing():
     assert reduce(reference, torch.empty(0, 2)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_each_row_is_used_once_if_fewer_rows_than_choices_return():
-    """The operator is documented to return one row per choice.
-
-    Rows after the last real one belong to choices without a row.
-    """
+def test_each_row_is_used_once_if_fewer_rows_than_choices_are_returned():
+    """The operator is documented to need one row per choice, so rows of zeros are appended."""
     taken: list[list[int]] = []
 
     def unpermute(rows_NH: torch.Tensor, row_N: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
@@ -59,7 +56,7 @@ PATHS = [*((name, MC2Variant()) for name in DISPATCHER_NAMES), *(("mc2", each) f
 
 @pytest.mark.parametrize(("dispatcher", "variant"), PATHS, ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_values_in_padding_affect_no_output(dispatcher: str, variant: MC2Variant, quantized: bool):
+def test_values_in_padding_do_not_affect_any_output(dispatcher: str, variant: MC2Variant, quantized: bool):
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(4, 3), skew=0.1, quantized=quantized)
 
     def both(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,5 +144,5 @@ def test_the_state_of_a_layer_includes_its_shared_experts():
     names = {name.removeprefix("_shared_experts.") for name in layer.state_dict() if "shared" in name}
     assert names == {"w13_weight", "w2_weight", "gate_H"}
     assert shared in layer.modules()
-    # Balancing moves the layer's own tensors.
+    # Balancing moves only the layer's own experts, not the shared experts.
     assert [weight.shape[0] for weight in layer.expert_weights()] == [4] * 2

@@ -45,7 +45,7 @@ class NoHostReads(TorchDispatchMode):
         )
         unsized = func is aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
         if func in READING or indexed_by_mask or unsized:
-            raise HostReadError(f"{func} reads on the host")
+            raise HostReadError(f"{func} reads a value on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -86,7 +86,7 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
 def _guarded_read(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(_here, "watched", False):
-            raise HostReadError(f"{name} reads on the host")
+            raise HostReadError(f"{name} reads a value on the host")
         return reading(tensor, *args, **kwargs)
 
     return call
@@ -137,7 +137,7 @@ def test_nothing_is_read_on_the_host_if_the_length_is_known():
 
 
 @pytest.mark.parametrize("dispatcher", ["mc2", "allgather", "moge"])
-def test_without_a_length_the_ranks_wait_for_one_exchange(dispatcher: str):
+def test_if_the_length_is_unknown_the_ranks_wait_for_one_exchange(dispatcher: str):
     row = next(row for row in CAPTURED if row["dispatcher"] == dispatcher)
     with pytest.raises(HostReadError, match="tolist"):
         run(row, length=False)
@@ -160,7 +160,7 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
     row = next(row for row in ROWS if (row["dispatcher"], row["kind"]) == ("all2allv", "grouped"))
     same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}
     run(row | same | {"batches": 1, "tensor_parallel": 1, "split": split}, length=length)
-    # Two counts for each of three ranks: choices to send to every rank, and choices to receive.
+    # Two counts for each of three ranks: choices to send to it, and choices to receive from it.
     assert read == [6, 6, 6]
 
 
@@ -175,7 +175,7 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
         lambda tensor: tensor.repeat_interleave(tensor),
     ],
 )
-def test_the_guard_detects_a_read(reading: Callable[[torch.Tensor], Any]):
+def test_the_guard_detects_that_the_host_reads_a_value(reading: Callable[[torch.Tensor], Any]):
     tensor = torch.arange(3)
     with no_host_reads(), pytest.raises(HostReadError):
         reading(tensor)

@@ -36,7 +36,7 @@ def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("rows", [0, 1, 4])
-def test_a_backends_own_gather_equals_a_gather_by_exchanges(eight_ranks: Ranks, ranks: int, rows: int):
+def test_a_gather_by_the_backend_equals_a_gather_by_exchanges(eight_ranks: Ranks, ranks: int, rows: int):
     for own in (False, True):
         for found in eight_ranks.run(gathered, ranks, rows, own)[:ranks]:
             assert found is not None

@@ -76,7 +76,7 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
         ({"options": LayerOptions(split="dice")}, "got 'dice'"),
     ],
 )
-def test_a_rejected_regrouping_leaves_the_layer_unchanged(change, said):
+def test_a_rejected_regroup_leaves_the_layer_unchanged(change, said):
     layer = made(ALONE, RankGroup(None))
     before = layer(*ALONE.step(0))
     tables = layer.log2phy.data_ptr()

@@ -1,4 +1,4 @@
-"""Tests that input is validated before any collective, with errors that give the layer, tensor and expectation."""
+"""Tests that input is validated before any collective, with errors that name the layer, tensor and requirement."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_dimensions_that_are_not_positive_are_rejected():
         MoEShape(2, experts=4, hidden=0, intermediate=6)
 
 
-def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
+def test_the_layer_has_the_attributes_of_a_live_layer(layer: ExpertParallelMoE):
     live: LiveLayer = layer
     assert live.expert_map.dtype == live.log2phy.dtype == live.moe_load.dtype == torch.int32
     assert live.source_load is not None
@@ -117,7 +117,7 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
-def test_rejected_input_leaves_the_collectives_in_order(dispatcher: str):
+def test_a_step_succeeds_after_all_ranks_have_rejected_invalid_input(dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
 
     def reject_then_serve(group: RankGroup) -> None:

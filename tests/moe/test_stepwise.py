@@ -139,7 +139,7 @@ def test_each_token_reaches_its_expert_even_after_only_one_round(layer, mean: in
     assert (split.ends(torch.from_numpy(counts_E)).diff() >= 0).all()
 
 
-def test_rounding_a_cycle_of_ranks_keeps_the_optimum() -> None:
+def test_rounding_keeps_the_optimum_if_ranks_share_experts_in_a_cycle() -> None:
     # Each rank shares an expert with the next rank, and the last with the first. Rounding to nearest gave one rank 14
     # tokens.
     phy2log_RS = np.array([[0, 1, 4], [1, 2, 5], [2, 3, 6], [0, 3, 7]], dtype=np.int32)
@@ -170,7 +170,7 @@ def test_sums_are_exact_and_bitwise_identical_on_all_ranks(layer, mean: int, rou
 def test_sums_stay_exact_in_the_largest_deployments() -> None:
     generator = np.random.default_rng(0)
     split = StepwiseSplit(random_placement(64, 5, 256, generator), 256)
-    # A quarter of 2**22 choices in every slot, in 64ths.
+    # In units of 1/64, with a standard deviation of 2**20 choices per slot, a quarter of 2**22.
     state = torch.from_numpy(np.rint(generator.normal(0, 2.0**26, split.rounds_CM2.shape[2])))
     for round_M2 in split.rounds_CM2:
         forwards = round_M2 @ state

@@ -62,7 +62,7 @@ class Prometheus:
     async def until(
         self, *, fire: Set[Alert] = frozenset(), end: Set[Alert] = frozenset(), seconds: float = 90
     ) -> None:
-        """Wait until every alert of ``fire`` has fired and no alert of ``end`` is firing."""
+        """Wait until every alert in ``fire`` has fired and no alert in ``end`` is firing."""
         fired: set[Alert] = set()
         for _ in range(int(2 * seconds)):
             firing = await asyncio.to_thread(self.firing)

@@ -62,7 +62,7 @@ def no_heat(_seed: int) -> Int32:
 
 @contextlib.asynccontextmanager
 async def serving(address: str, name: str, layers: int = 3) -> AsyncIterator[tuple[FakeGroup, Faults]]:
-    """Run a group of deployment ``name`` that runs steps, carries out plans, and has the faults set on it."""
+    """Run a group of deployment ``name`` that runs steps, carries out plans, and shows the faults set in ``Faults``."""
     live = live_of(Placement.linear(layers, EXPERTS, RANKS, SLOTS))
     async with FakeGroup(address, live) as group:
         faults = Faults(name)
@@ -95,7 +95,7 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
                 continue
             report = heat_report(live, rank.rank, group.step, heat_TLE)
             if not heat_TLE.any():
-                # Report tokens. Otherwise the service takes ranks that have counted before for idle.
+                # Report tokens. Otherwise, the service considers ranks that have counted tokens before to be idle.
                 report.step_tokens[:] = [64] * len(heat_TLE)
             if faults.dummies:
                 report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))

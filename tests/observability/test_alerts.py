@@ -1,4 +1,4 @@
-"""With a real Prometheus, every dashboard panel has data, and every alert fires during its fault and ends after it."""
+"""With a real Prometheus, every dashboard panel has data, and every alert fires during its fault and then resolves."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_every_panel_has_data_with_two_services_for_one_deployment(
 _ONCE_MEASURED = re.compile(
     r"eplb_(gain_(low_|high_)?seconds|gain_(ranks|tokens_per_second)|(move|switch)_cost_seconds)"
 )
-"""Series that are absent until enough switches have been measured, which this short scene does not reach."""
+"""Series that are absent until enough switches have been measured. This short scene has too few switches."""
 
 
 def without_data(server: Prometheus) -> list[str]:
@@ -95,7 +95,7 @@ def without_data(server: Prometheus) -> list[str]:
     return empty
 
 
-async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
+async def test_every_alert_fires_during_its_fault_and_resolves_after_the_repair(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide = decider.decide
@@ -128,7 +128,8 @@ async def test_every_alert_fires_during_its_fault_and_ends_after_the_repair(
             faulty = {("EplbStoreFails", ""), ("EplbCallsRefused", ""), ("EplbCertificateExpires", "")}
             with trouble(service, monkeypatch) as keep_busy:
                 await server.until(fire=faulty)
-                # A slow loop answers some scrapes too late, and each gap resets the wait of an alert on a gauge.
+                # A slow loop answers some scrapes too late, and each gap restarts the waiting period of alerts on
+                # gauges.
                 keep_busy()
                 faulty.add(("EplbServiceSlow", ""))
                 await server.until(fire={("EplbServiceSlow", "")})
@@ -160,7 +161,7 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "empty": ({"heat": no_heat}, {"EplbNoHeat"}),
     "dummies": ({"dummies": True}, {"EplbDummyStepsOnly"}),
 }
-"""For each group: the changes of its ``Faults``, and the alerts that must fire for them."""
+"""For each group: the changes to its ``Faults``, and the alerts that must fire for them."""
 
 
 async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, fail: Any) -> set[Alert]:

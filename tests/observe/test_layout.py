@@ -35,11 +35,11 @@ def test_rank_loads_follow_the_placement_that_the_engine_serves(phy2log_RS, expe
     assert isinstance(layout.rank(1).placement, Placement)
 
 
-def test_the_table_of_a_rank_is_reported_if_the_engine_uses_one_replica():
+def test_a_ranks_own_table_is_reported_if_it_uses_one_replica_per_expert():
     phy2log_LRS = np.array([[[0, 1, 0], [2, 3, 0]]], dtype=np.int32)
     table_LE = np.array([[2, 1, 3, 4]], dtype=np.int32)
     layout = ObservedLayout(phy2log_LRS, 4, table_LE)
-    # Slot 2 of rank 0 holds expert 0 for a second time, so its first slot is reported instead.
+    # Slot 2 of rank 0 holds a second replica of expert 0, so the expert's first slot is reported instead.
     assert layout.rank(0).log2phy_LE.tolist() == [[0, 1, 3, 4]]
     assert loads(layout, np.array([10.0, 20.0, 30.0, 40.0])).tolist() == [30, 70]
 
@@ -54,7 +54,7 @@ def test_the_table_width_depends_only_on_the_shape(redundant, width):
     assert width <= layout.width
 
 
-def test_an_engine_that_loses_an_expert_is_rejected():
+def test_a_layout_in_which_an_expert_has_no_slot_is_rejected():
     with pytest.raises(PlacementError, match="expert 3 has no slot"):
         ObservedLayout(np.array([[[0, 1], [2, 0]]], dtype=np.int32), 4)
 
@@ -76,7 +76,7 @@ def test_ranks_that_notice_changes_at_different_times_report_the_same_epochs():
     assert moved(at_once, last).epoch == 2
 
 
-def test_an_unequal_division_leaves_slots_empty():
+def test_an_uneven_division_of_experts_leaves_slots_empty():
     layout = ObservedLayout(linear(2, 5, 3), 5)
     assert layout.phy2log_LRS[1].tolist() == [[0, 1], [2, 3], [4, -1]]
     assert loads(layout, np.ones(5)) == pytest.approx([2, 2, 1])

@@ -1,4 +1,4 @@
-"""Log lines and trace files without a service, from one or from several ranks."""
+"""Log lines and trace files that one or several ranks write without a service."""
 
 import logging
 
@@ -39,7 +39,7 @@ def test_a_line_names_the_hottest_rank_and_layer():
     assert not balance.is_over
     balance.add(Steps(2, heat_TLE, tokens_T, np.array([2500, 3500])), shares_LER)
     assert balance.is_over
-    # Layer 0 has PAR 1 and 2, layer 1 has PAR 2 and then no tokens. Each layer of a step weighs the same.
+    # Layer 0 has PAR 1 and 2, layer 1 has PAR 2 and then no tokens. Each layer of a step has the same weight.
     assert balance.line() == (
         "imbalance 1.750 (PAR) over 4 forward passes; hottest rank 0 (1.00 times the mean), layer 1 (PAR 2.000); "
         "8 tokens, 2.5 ms a step"
@@ -60,7 +60,7 @@ def test_one_rank_writes_a_line_per_interval_and_the_trace(tmp_path, caplog):
     assert open_trace(path).steps == 10
 
 
-def test_ranks_with_their_own_tokens_are_summed(tmp_path, caplog):
+def test_the_counts_of_ranks_with_different_tokens_are_summed(tmp_path, caplog):
     caplog.set_level(logging.INFO, "eplb.agent")
     store = dist.HashStore()
     settings = live.settings(log_interval_steps=2, trace=tmp_path / "heat.npz")
@@ -77,7 +77,7 @@ def test_ranks_with_their_own_tokens_are_summed(tmp_path, caplog):
     assert store.num_keys() == 0
 
 
-def test_steps_without_another_ranks_report_are_left_out(monkeypatch, tmp_path):
+def test_steps_that_lack_a_ranks_report_are_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "_PEER_SECONDS", 0.05)
     store = dist.HashStore()
     settings = live.settings(trace=tmp_path / "heat.npz")
@@ -102,7 +102,7 @@ def test_unread_reports_do_not_fill_the_store(monkeypatch):
     assert store.check(["group/1/7"])
 
 
-def test_a_trace_that_cannot_be_written_is_named_once_and_lines_go_on(tmp_path, caplog):
+def test_an_invalid_trace_path_is_logged_once_and_does_not_stop_the_log_lines(tmp_path, caplog):
     caplog.set_level(logging.INFO, "eplb.agent")
     settings = live.settings(log_interval_steps=1, trace=tmp_path / "none" / "heat.npz")
     reports = LocalReports(settings, 0, [0])
@@ -110,11 +110,11 @@ def test_a_trace_that_cannot_be_written_is_named_once_and_lines_go_on(tmp_path, 
     reports.close(60)
     error, line = caplog.messages
     assert error.startswith("EPLB_AGENT_TRACE: ")
-    assert error.endswith("create it first. No trace is written")
+    assert error.endswith("create it first. No trace will be written")
     assert line.startswith("imbalance 1.000")
 
 
-def test_a_disk_that_fills_up_does_not_end_the_lines(tmp_path, caplog, monkeypatch):
+def test_a_full_disk_does_not_stop_the_log_lines(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "eplb.agent")
 
     def fail(*_, **__):
@@ -129,7 +129,7 @@ def test_a_disk_that_fills_up_does_not_end_the_lines(tmp_path, caplog, monkeypat
     assert any("could not be written: no space left" in message for message in caplog.messages)
 
 
-def test_a_defect_in_the_reports_is_logged_once(caplog, monkeypatch):
+def test_a_repeated_error_while_reporting_is_logged_once(caplog, monkeypatch):
     def fail(*_):
         raise RuntimeError("a defect")
 

@@ -33,12 +33,12 @@ BALANCED = torch.tensor([[0, 1], [0, 1], [0, 1]])
 
 
 def layout_of(*rows_RS):
-    """Return a layout with these placements of all layers."""
+    """Return a layout with these placements, one for each layer."""
     return ObservedLayout(np.array(rows_RS, dtype=np.int32), EXPERTS)
 
 
 def made(rank=0, token_groups=(0, 0), **changes):
-    """Return an observer and the counter of its model."""
+    """Return an observer and its model's counter."""
     counter = RouterCounter(LAYERS, EXPERTS, torch.device("cpu"))
     has_service = changes.pop("has_service", False)
     store = changes.pop("store", None)
@@ -76,7 +76,7 @@ def test_without_a_service_a_line_and_a_trace_cover_all_passes(tmp_path, caplog)
     assert trace.heat(0, 40).sum(axis=0).tolist() == [[120, 80, 40, 0]] * LAYERS
 
 
-def test_a_change_of_the_layout_applies_from_the_next_pass_on(caplog):
+def test_a_layout_change_applies_from_the_next_pass_on(caplog):
     caplog.set_level(logging.INFO, "eplb.agent")
     observer, counter = made(log_interval_steps=16)
     run(observer, counter, BALANCED, 15)
@@ -204,7 +204,9 @@ def test_a_single_rank_needs_no_group():
 
 
 @pytest.mark.parametrize("service", ["", "127.0.0.1:9"])
-def test_rank_0_says_at_the_start_what_it_does(service, caplog, monkeypatch, tmp_path):
+def test_rank_0_logs_at_the_start_that_it_observes_and_where_reports_go(
+    service, caplog, monkeypatch, tmp_path
+):
     caplog.set_level(logging.INFO, "eplb.agent")
     monkeypatch.setenv("EPLB_AGENT_DATA_HOST", "127.0.0.1")
     monkeypatch.setenv("EPLB_AGENT_DEPLOYMNT", "decode")

@@ -22,7 +22,7 @@ LAYER_IDS = (1, 2)
 RANKS = 2
 IDS = torch.tensor([[0, 1], [0, 1], [0, 2], [3, 3]])
 SLOTS = [0, 1, 0, 2, 3, 1]
-"""Placement of three slots per rank: experts 0 and 1 have two replicas."""
+"""Placement with three slots per rank. Experts 0 and 1 have two replicas each."""
 
 
 class Metadata:
@@ -115,7 +115,7 @@ class Engine:
         return result
 
     def run(self, ids=IDS, mode="decode", tokens=4, within=lambda: None, **named):
-        """Run one forward pass. ``within`` is called at its end, where SGLang's EPLB works."""
+        """Run one forward pass. ``within`` is called at its end, when SGLang's EPLB runs."""
 
         def forward(runner, forward_batch):
             if ids is not None:
@@ -160,18 +160,18 @@ def test_choices_are_counted_before_they_are_mapped(engine, caplog):
     started.run(real=torch.tensor(3))
     assert started.heat() == [[3, 2, 1, 0]] * 2
     assert "observes 2 MoE layers of 4 experts over 2 ranks of 3 slots in SGLang" in caplog.text
-    # Expert 0 is twice on rank 0; another expert is reported in its second slot.
+    # Expert 0 is twice on rank 0, so a different expert is reported for the second of these slots.
     reported = started.observation.observer.installed.placement
     assert reported.phy2log_LRS.tolist() == [[[0, 1, 2], [2, 3, 1]]] * 2
 
 
-def test_a_rank_that_shares_tokens_counts_none_of_them(engine):
+def test_a_rank_does_not_count_tokens_that_another_rank_counts(engine):
     started = engine(rank=1)
     started.run()
     assert started.heat() == [[0] * EXPERTS] * 2
 
 
-def test_an_idle_rank_counts_the_pass(engine):
+def test_an_idle_rank_counts_the_pass_but_no_tokens(engine):
     started = engine(scattered=True)
     started.run()
     started.run(ids=None, mode="idle", tokens=0)
@@ -179,7 +179,7 @@ def test_an_idle_rank_counts_the_pass(engine):
     assert started.observation.observer._step == 2
 
 
-def test_choices_of_fused_shared_experts_do_not_count(engine):
+def test_choices_of_fused_shared_experts_are_not_counted(engine):
     started = engine()
     for layer in started.runner.model:
         layer.topk_config.num_shared_topk_slots = 1
@@ -187,7 +187,7 @@ def test_choices_of_fused_shared_experts_do_not_count(engine):
     assert started.heat() == [[1, 1, 0, 0]] * 2
 
 
-def test_layers_of_a_draft_model_and_warm_ups_do_not_count(engine):
+def test_draft_model_layers_and_warm_ups_are_not_counted(engine):
     started = engine()
     started.route(IDS)
     layer = started.runner.model[0]
@@ -199,7 +199,7 @@ def test_layers_of_a_draft_model_and_warm_ups_do_not_count(engine):
     assert not hasattr(draft, "eplb_observation")
 
 
-def test_a_pass_before_sglangs_eplb_moves_experts_has_the_old_placement(engine):
+def test_a_pass_before_sglangs_eplb_moves_experts_is_reported_under_the_old_placement(engine):
     started = engine()
     metadata = started.metadata
 
@@ -217,7 +217,7 @@ def test_a_pass_before_sglangs_eplb_moves_experts_has_the_old_placement(engine):
     assert observer.layout is observer._layout
 
 
-def test_the_own_table_is_reported_if_each_rank_uses_one_replica(engine):
+def test_a_ranks_own_table_is_reported_if_each_rank_uses_one_replica_per_expert(engine):
     assert (
         engine(scattered=True, static=True).observation.observer.installed.log2phy_LE.tolist()
         == [[0, 5, 3, 4]] * 2
@@ -227,7 +227,7 @@ def test_the_own_table_is_reported_if_each_rank_uses_one_replica(engine):
 
 def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(engine, caplog):
     started = engine(moe_ep_size=1)
-    assert "Without expert parallelism, the imbalance is what" in caplog.text
+    assert "Expert parallelism is off; the imbalance shown is that of" in caplog.text
     assert started.observation.observer.layout.phy2log_LRS.tolist() == [[[0, 1], [2, 3]]] * 2
 
 
@@ -235,7 +235,7 @@ def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(en
     ("options", "reason"),
     [
         ({"pp_size": 2}, "with pipeline parallelism"),
-        ({"dp_size": 2}, "a deployment of its own"),
+        ({"dp_size": 2}, "would need its own deployment"),
         ({"moe_ep_size": 2, "tp_size": 4}, "--ep-size 2 with --tp-size 4"),
         ({"metadata": False}, "how many experts a model of this class has"),
         ({"model": torch.nn.ModuleList([torch.nn.Linear(1, 1)])}, "chooses no experts in this model"),
@@ -245,10 +245,12 @@ def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(en
         ),
     ],
 )
-def test_an_engine_that_cannot_be_observed_serves_and_says_why(options, reason, engine, caplog):
+def test_an_engine_that_cannot_be_observed_keeps_serving_and_the_reason_is_logged(
+    options, reason, engine, caplog
+):
     started = engine(**options)
     (message,) = caplog.messages
-    assert message.startswith("eplb-agent does NOT observe this engine, which serves unchanged: ")
+    assert message.startswith("eplb-agent is NOT observing this engine, which keeps serving unchanged: ")
     assert reason in message
     started.run(ids=None)
 
@@ -261,7 +263,7 @@ def test_an_error_does_not_reach_the_engine(engine, caplog):
     assert sum("no longer observes" in message for message in caplog.messages) == 1
 
 
-def test_a_compiler_sees_sglangs_function_alone(engine, monkeypatch):
+def test_nothing_is_counted_while_a_compiler_traces_the_hook(engine, monkeypatch):
     started = engine()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     started.run()

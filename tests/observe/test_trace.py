@@ -11,7 +11,7 @@ def heat(steps, first=0):
     return (first + np.arange(steps * 6, dtype=np.int32)).reshape(steps, 2, 3)
 
 
-def test_the_newest_steps_are_readable_as_a_trace(tmp_path):
+def test_the_newest_steps_can_be_read_as_a_trace(tmp_path):
     path = tmp_path / "heat.npz"
     trace = TraceFile(path, max_bytes=5 * 24)
     trace.append(0, heat(4))
@@ -24,7 +24,7 @@ def test_the_newest_steps_are_readable_as_a_trace(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["heat.npz"]
 
 
-def test_a_file_without_news_is_not_written_again(tmp_path):
+def test_a_trace_without_new_steps_is_not_rewritten(tmp_path):
     path = tmp_path / "heat.npz"
     trace = TraceFile(path)
     trace.write()
@@ -59,7 +59,7 @@ def test_one_step_is_kept_even_if_it_exceeds_the_limit(tmp_path):
     assert open_trace(tmp_path / "heat.npz").steps == 1
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "heat.npz"
     trace = TraceFile(path)
     trace.append(0, heat(1))

@@ -43,7 +43,7 @@ class Engine:
     dispatch
         Dispatch flags of the layers.
     parallel
-        Changes of ``ParallelConfig``.
+        Changes to ``ParallelConfig``.
     """
 
     def __init__(self, monkeypatch, rank=0, eplb=False, dispatch=None, expert_map=True, ranks=2, **parallel):
@@ -185,7 +185,7 @@ def test_choices_are_counted_without_eplb_and_without_padding(engine, caplog):
     assert layout.placement.phy2log_LRS.tolist() == [[[0, 1], [2, 3]]] * LAYERS
 
 
-def test_batches_of_the_warm_up_and_empty_batches_are_no_passes(engine):
+def test_warm_up_batches_and_empty_batches_are_not_counted_as_passes(engine):
     started = engine()
     assert started.worker.compile_or_warm_up_model() == "output"
     assert started.worker.execute_model(scheduled([])) is None
@@ -195,7 +195,7 @@ def test_batches_of_the_warm_up_and_empty_batches_are_no_passes(engine):
     assert (observer._step, observer._heat.lost_steps) == (3, 0)
 
 
-def test_a_rank_that_shares_tokens_counts_none_of_them(engine):
+def test_a_rank_does_not_count_tokens_that_another_rank_counts(engine):
     started = engine(rank=1)
     started.run()
     assert started.heat() == [[0] * EXPERTS] * LAYERS
@@ -205,7 +205,7 @@ def test_a_rank_that_shares_tokens_counts_none_of_them(engine):
 @pytest.mark.parametrize(
     ("dispatch", "expected"), [({}, [0, 0, 0, 0]), ({"naive": True}, [3, 2, 1, 2])], ids=["own", "gathered"]
 )
-def test_a_dummy_counts_only_tokens_that_other_ranks_have_gathered(dispatch, expected, engine):
+def test_a_dummy_batch_counts_only_tokens_gathered_from_other_ranks(dispatch, expected, engine):
     started = engine(dispatch=dispatch, data_parallel_size=2)
     started.worker.execute_dummy_batch()
     assert started.heat() == [expected] * LAYERS
@@ -214,10 +214,7 @@ def test_a_dummy_counts_only_tokens_that_other_ranks_have_gathered(dispatch, exp
 
 def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(engine, caplog):
     started = engine(expert_map=False)
-    assert (
-        "Without expert parallelism, the imbalance is what expert parallelism over these 2 ranks"
-        in caplog.text
-    )
+    assert "the imbalance shown is that of expert parallelism over 2 ranks" in caplog.text
     assert started.observation.observer.layout.phy2log_LRS.tolist() == [[[0, 1], [2, 3]]] * LAYERS
 
 
@@ -264,21 +261,26 @@ def test_a_line_and_a_trace_are_written_without_a_service(engine, caplog, monkey
     ("options", "reason"),
     [
         ({"pipeline_parallel_size": 2}, "with pipeline parallelism, no rank sees all layers"),
-        ({"dispatch": {"monolithic": True}}, "route inside their kernel.*choose another MoE backend"),
+        (
+            {"dispatch": {"monolithic": True}},
+            "a kernel routes the model's tokens.*choose another MoE backend",
+        ),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
     ],
 )
-def test_an_engine_that_cannot_be_observed_serves_and_says_why(options, reason, engine, caplog):
+def test_an_engine_that_cannot_be_observed_keeps_serving_and_the_reason_is_logged(
+    options, reason, engine, caplog
+):
     started = engine(**options)
     (message,) = caplog.messages
-    assert message.startswith("eplb-agent does NOT observe this engine, which serves unchanged: ")
+    assert message.startswith("eplb-agent is NOT observing this engine, which keeps serving unchanged: ")
     assert re.search(reason, message)
     started.run()
     started.worker.execute_dummy_batch()
     assert started.seen == ["forward", "forward"]
 
 
-def test_only_rank_0_says_why(engine, caplog):
+def test_only_rank_0_logs_the_reason(engine, caplog):
     engine(rank=1, pipeline_parallel_size=2)
     assert caplog.messages == []
 
@@ -301,7 +303,7 @@ def test_an_error_at_the_start_does_not_reach_the_engine(engine, caplog, monkeyp
     monkeypatch.setattr(observing, "dispatch_of", lambda _: 1 / 0)
     engine().run()
     assert "could not start observing" in caplog.text
-    assert caplog.messages[-1].endswith("which serves unchanged: see the error above")
+    assert caplog.messages[-1].endswith("which keeps serving unchanged: see the error above")
 
 
 def test_hooks_that_do_not_fit_are_not_added(monkeypatch, caplog):
@@ -310,7 +312,7 @@ def test_hooks_that_do_not_fit_are_not_added(monkeypatch, caplog):
     modules(monkeypatch)
     observing.install()
     (message,) = caplog.messages
-    assert "does NOT observe this engine" in message
+    assert "is NOT observing this engine" in message
     assert "BaseRouter._apply_eplb_mapping" in message
 
 

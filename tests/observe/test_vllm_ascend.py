@@ -183,7 +183,7 @@ def test_tokens_that_every_rank_gathers_are_counted_once(rank, expected, engine)
     assert started.observation.observer._step == 1
 
 
-def test_a_dummy_counts_the_pass_but_no_tokens(engine):
+def test_a_dummy_run_counts_the_pass_but_no_tokens(engine):
     started = engine()
     started.worker.execute_dummy_batch()
     assert started.heat() == [[0] * EXPERTS] * LAYERS
@@ -200,7 +200,7 @@ def test_layers_that_run_after_the_target_model_are_not_counted(engine):
     assert started.heat() == [[3, 2, 1, 0]] * LAYERS
 
 
-def test_layers_that_dynamic_eplb_replaces_are_followed(engine, caplog):
+def test_placements_installed_by_dynamic_eplb_are_followed(engine, caplog):
     started = engine(eplb=True)
     assert "own EPLB keeps balancing" in caplog.text
     started.worker.execute_model(scheduled([3]))
@@ -226,7 +226,7 @@ def test_layers_that_dynamic_eplb_replaces_are_followed(engine, caplog):
 
 def test_without_expert_parallelism_the_imbalance_is_that_of_an_even_division(engine, caplog):
     started = engine(parallel_experts=False)
-    assert "Without expert parallelism, the imbalance is what" in caplog.text
+    assert "Expert parallelism is off; the imbalance shown is that of" in caplog.text
     assert started.observation.observer.layout.phy2log_LRS.tolist() == [[[0, 1], [2, 3]]] * LAYERS
 
 
@@ -234,7 +234,7 @@ def test_the_second_model_runner_is_not_observed(engine, caplog, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     started = engine()
     (message,) = caplog.messages
-    assert "does NOT observe this engine" in message
+    assert "is NOT observing this engine" in message
     assert started.worker.execute_model(scheduled([3])) == "computed"
 
 

@@ -13,7 +13,7 @@ RECEIVED = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_siz
 
 
 @given(RECEIVED, st.integers(0, 12))
-def test_parts_cover_the_plan_and_fill_the_staging(received: list[list[int]], rows: int) -> None:
+def test_parts_cover_the_plan_and_fill_the_staging_buffers(received: list[list[int]], rows: int) -> None:
     received_LR = np.array(received)
     begin = 0
     while begin < len(received_LR):
@@ -29,5 +29,5 @@ def test_parts_cover_the_plan_and_fill_the_staging(received: list[list[int]], ro
 @pytest.mark.parametrize(
     ("mib", "expert_mib", "rows"), [(512, 44, 11), (512, 1, 36), (100, 44, 2), (0, 44, 0), (512, 0, 36)]
 )
-def test_staging_is_bounded_by_its_bytes_and_by_four_layers(mib: int, expert_mib: int, rows: int) -> None:
+def test_staging_is_limited_in_bytes_and_to_four_layers(mib: int, expert_mib: int, rows: int) -> None:
     assert staging_rows(9, expert_mib << 20, mib << 20) == rows

@@ -74,7 +74,9 @@ def test_a_placement_is_read_only_and_copies_its_source() -> None:
         (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
     ],
 )
-def test_an_invalid_placement_is_rejected_by_name(phy2log: Int32, experts: int, message: str) -> None:
+def test_an_invalid_placement_is_rejected_and_the_error_names_the_fault(
+    phy2log: Int32, experts: int, message: str
+) -> None:
     with pytest.raises(PlacementError, match=message):
         Placement(phy2log, experts)
 

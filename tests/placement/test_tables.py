@@ -1,4 +1,7 @@
-"""Tests of the tables: they deal over the replicas in turn, and a wrong entry is rejected by rank and expert."""
+"""Tests of the tables: they deal tokens to the replicas in turn, and wrong entries are rejected.
+
+The error for a wrong entry names its rank and expert.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def tables_by_rule(phy2log_RS: Int32, experts: int, width: int) -> list[list[lis
 
 
 @given(placements(), st.integers(1, 5))
-def test_each_rank_deals_over_the_replicas_from_its_own_offset(placement: Placement, width: int) -> None:
+def test_each_rank_deals_to_the_replicas_in_turn_from_its_own_offset(
+    placement: Placement, width: int
+) -> None:
     tables_RLE = placement.default_log2phy(width)
     placement.check_log2phy(tables_RLE)
     for layer, layer_RS in enumerate(placement.phy2log_LRS):
@@ -44,7 +49,7 @@ def test_each_rank_deals_over_the_replicas_from_its_own_offset(placement: Placem
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
-def test_dealt_tokens_equal_a_count_token_by_token(width: int) -> None:
+def test_dealt_tokens_match_a_token_by_token_count(width: int) -> None:
     for tokens in range(3 * width + 2):
         expected_D = np.bincount(np.arange(tokens) % width, minlength=width)
         tokens_D = [int(dealt_to(np.array(tokens), entry, width)) for entry in range(width)]
@@ -52,7 +57,7 @@ def test_dealt_tokens_equal_a_count_token_by_token(width: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "entries"), [(1, 1), (4, 4)])
-def test_the_axis_of_entries_is_added_and_removed(width: int, entries: int) -> None:
+def test_the_entry_axis_is_added_and_removed(width: int, entries: int) -> None:
     tables_RLE = PLACEMENT.default_log2phy(width)
     assert with_entries(tables_RLE, 3).shape == (4, 3, 6, entries)
     assert without_single_entries(with_entries(tables_RLE, 3)).shape == tables_RLE.shape

@@ -16,7 +16,10 @@ from eplb_core.planner.topology import Topology
 def still_heat(
     steps: int, layers: int, experts: int, tokens: int, seed: int = 0, skew: float = 1.0
 ) -> np.ndarray:
-    """Draw every step from one popularity per layer, int64 ``[T, L, E]``. A smaller ``skew`` gives less even heat."""
+    """Draw all steps of a layer from the same popularity distribution, int64 ``[T, L, E]``.
+
+    A smaller ``skew`` makes the heat less even.
+    """
     generator = np.random.default_rng(seed)
     popularity_LE = generator.dirichlet(np.full(experts, skew), layers)
     return np.stack([generator.multinomial(tokens, row_E, size=steps) for row_E in popularity_LE], axis=1)

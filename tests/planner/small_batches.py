@@ -1,4 +1,4 @@
-"""Heat as a router produces it from small batches."""
+"""Heat such as a router produces from small batches."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_inconsistent_topologies_are_rejected() -> None:
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
 @pytest.mark.parametrize("split", ["tables", "even", "deal", "step"])
-def test_a_layer_without_tokens_stays_and_causes_no_error(policy: str, split: str) -> None:
+def test_a_layer_without_tokens_does_not_change_and_causes_no_error(policy: str, split: str) -> None:
     placement = Placement.linear(2, 8, 4, 3)
     heat_TLE = np.zeros((5, 2, 8))
     heat_TLE[:, 1, 3] = 7

@@ -1,4 +1,4 @@
-"""The planner replaces a layout that was made without heat from scratch, and keeps a layout that fits the heat."""
+"""The planner places experts from scratch if a layout was made without heat, and keeps a layout that fits the heat."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shuffled(seed: int) -> Placement:
 def unfitted(
     placement: Placement, log2phy_RLE: np.ndarray | None = None, window: Window = WINDOW
 ) -> np.ndarray:
-    """Return which layers the planner considers unfitted to the heat, bool ``[L]``."""
+    """Return a mask of the layers that the planner considers unfitted to the heat, bool ``[L]``."""
     tables_RLE = placement.default_log2phy() if log2phy_RLE is None else log2phy_RLE
     floor_L = noise_floor(window.heat_TLE.sum(axis=2), RANKS)
     request = SolveRequest(window, placement, tables_RLE, FLAT, PlannerSettings(), SearchOptions())
@@ -61,7 +61,7 @@ def test_a_layout_fitted_to_the_heat_is_not_called_unfitted() -> None:
     assert not unfitted(*apply_layers(start, start.default_log2phy(), decision.changes())).any()
 
 
-def test_one_linear_layer_is_recognised_among_fitted_layers() -> None:
+def test_one_layer_with_a_linear_placement_is_recognised_among_fitted_layers() -> None:
     start = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
     decision = plan_from_scratch(WINDOW, start, FLAT, PlannerSettings())
     changes = [change for change in decision.changes() if change[0] != 2]
@@ -69,5 +69,5 @@ def test_one_linear_layer_is_recognised_among_fitted_layers() -> None:
     assert np.flatnonzero(unfitted_L).tolist() == [2]
 
 
-def test_no_layer_is_called_unfitted_after_a_few_steps() -> None:
+def test_no_layer_is_called_unfitted_after_only_a_few_steps() -> None:
     assert not unfitted(shuffled(1), window=Window(WINDOW.heat_TLE[:8])).any()

@@ -66,7 +66,7 @@ class SlowChangeTest:
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.5), st.integers(1, 40))
-def test_each_layer_gives_the_result_of_the_slow_twin(seed: int, rise: float, steps: int) -> None:
+def test_each_layers_test_matches_the_slow_twin(seed: int, rise: float, steps: int) -> None:
     generator = np.random.default_rng(seed)
     par_TL = 1.3 + 0.05 * generator.normal(size=(steps, 1))
     par_TL[steps // 2 :] += rise
@@ -130,7 +130,7 @@ def test_a_layer_without_tokens_raises_no_alarm() -> None:
     assert pace.after_steps(par_TL[:1])[0].expected.mean_C[1] == 2.0
 
 
-def test_the_learned_inflation_is_kept_for_a_while() -> None:
+def test_the_learned_inflation_decays_gradually_over_promises() -> None:
     promise = Promise(np.full(2, 1.2), np.full(2, 0.01), np.ones(2), 4)
     pace = Pace(first=0, memory=512, longest=512, inflation_C=np.full(2, 5.0)).serving(promise)
     assert pace.inflation_C.tolist() == pace.expected.inflation_C.tolist() == [4.6, 4.6]

@@ -99,12 +99,12 @@ def test_step_times_match_the_slow_twin(curve: CostCurve) -> None:
         )
 
 
-def test_the_par_gain_without_measured_switches_has_no_time() -> None:
+def test_the_par_gain_is_not_converted_to_time_if_no_switch_was_measured() -> None:
     worth = judged(balanced(), times=TIMED)
     assert worth.par < worth.par_left_alone
     assert worth.par_gain_percent == pytest.approx(100 * (1 - worth.par / worth.par_left_alone))
     assert (worth.verdict, worth.gain_ms, worth.estimate_low_ms) == (NOT_MEASURED, None, None)
-    assert "4 switches are needed, 0 are known" in worth.reason
+    assert "4 switches are needed; 0 are known" in worth.reason
     assert worth.step_ms == 40
     assert "no step times" in judged(balanced()).reason
 
@@ -150,15 +150,15 @@ def test_switches_that_saved_time_yield_a_measured_gain() -> None:
     assert worth.tokens_per_second_won == pytest.approx(512 / 0.040 - left_alone)
 
 
-def test_switches_that_saved_no_time_make_the_gain_not_measurable() -> None:
+def test_the_gain_is_not_measurable_if_switches_saved_no_time() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), TIMED)
     worth = judged(balanced(), times=TIMED, effects=NO_EFFECTS, price=price)
     assert (worth.verdict, worth.gain_ms, worth.ranks_worth) == (NOT_MEASURABLE, None, None)
     assert worth.estimate_low_ms is None, "measurements take precedence over stated costs"
-    assert "does not measurably follow balance over 4 switches" in worth.reason
+    assert "does not measurably depend on balance over 4 switches" in worth.reason
 
 
-def test_constant_step_times_make_the_gain_not_measurable() -> None:
+def test_the_gain_is_not_measurable_if_step_times_are_constant() -> None:
     still = [SwitchEffect(0.0, tokens, 64) for tokens in (90.0, 50.0, 70.0, 120.0)]
     assert judged(balanced(), times=TIMED, effects=still).verdict == NOT_MEASURABLE
 
@@ -184,12 +184,12 @@ def test_the_assumed_time_price_follows_the_hosts_stepwise_split() -> None:
     assert slopes[0] > slopes[1], "the stepwise split leaves the hottest rank fewer tokens"
 
 
-def test_a_layers_time_comes_from_the_current_layout_and_states_its_source() -> None:
+def test_a_layers_time_is_computed_from_the_current_layout_and_its_source_is_stated() -> None:
     price = time_price(replace(SETTINGS, cost_curve=H200), WINDOW, balanced(), NOTHING)
     moving = priced(NOTHING_MEASURED, price)
     assert moving.layer_ms == pytest.approx(
         np.sum(slow_step_us(balanced(), H200)) / STEPS / LAYERS / 1e3, rel=0.01
     )
-    assert moving.layer_source == "stated, as the price of time"
+    assert moving.layer_source == "from the stated cost of tokens"
     assert priced(NOTHING_MEASURED, replace(price, layer_ms=0.0)) is NOTHING_MEASURED
     assert priced(NOTHING_MEASURED, None) is NOTHING_MEASURED

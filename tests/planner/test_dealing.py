@@ -74,7 +74,7 @@ def test_entry_shares_are_expectations_over_poisson_tokens(width: int, mean: flo
         ("step", 4, True, False, "step"),
     ],
 )
-def test_the_default_split_is_that_of_the_host(
+def test_the_default_split_is_the_hosts_split(
     stated: str, width: int, by_row: bool, by_step: bool, split: str
 ) -> None:
     settings = fitted_to_host(
@@ -83,7 +83,7 @@ def test_the_default_split_is_that_of_the_host(
     assert settings.split == split
 
 
-def test_many_tokens_are_dealt_nearly_evenly_and_few_go_to_the_first_entry() -> None:
+def test_many_tokens_are_dealt_nearly_evenly_and_few_tokens_go_to_the_first_entry() -> None:
     np.testing.assert_allclose(entry_parts(np.array([1e9]), 16), np.full((1, 16), 1 / 16), rtol=1e-6)
     np.testing.assert_allclose(entry_parts(np.array([0.0]), 4)[0, 0], 1.0, atol=1e-3)
     assert entry_parts(np.array([[3.0]]), 1).tolist() == [[[1.0]]]
@@ -112,7 +112,7 @@ def test_dealing_tables_survive_the_round_trip_through_virtual_sources() -> None
 @pytest.mark.parametrize(
     ("host", "limit", "width"), [(16, 16, 16), (16, 64, 16), (16, 5, 4), (6, 4, 3), (1, 16, 1), (7, 4, 1)]
 )
-def test_the_width_of_tables_respects_host_and_setting(host: int, limit: int, width: int) -> None:
+def test_the_table_width_respects_the_host_and_the_setting(host: int, limit: int, width: int) -> None:
     tables_RLE = LINEAR.default_log2phy(host)
     assert width_in_use(PlannerSettings(split="deal", deal_width=limit), tables_RLE) == width
     assert width_in_use(PlannerSettings(split="tables", deal_width=limit), tables_RLE) == 1
@@ -162,7 +162,7 @@ def test_ranks_that_share_tokens_get_one_dealing_table() -> None:
         np.testing.assert_array_equal(layer.log2phy_RE[2], layer.log2phy_RE[3])
 
 
-def test_tables_of_a_host_with_two_nodes_prefer_the_node_of_the_source() -> None:
+def test_tables_of_a_host_with_two_nodes_prefer_the_sources_node() -> None:
     window = Window(drawn_sources(400.0, seed=4).sum(axis=1))
     nodes_R = np.array([0, 0, 1, 1], dtype=np.int32)
     near, anywhere = (

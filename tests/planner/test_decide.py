@@ -83,7 +83,7 @@ def decided(window=WINDOW, placement=PLACEMENT, recommendations=(), **options):
     return plan(window, placement, tables_RLE, flat, settings, search=search, recommendations=recommendations)
 
 
-def test_senders_of_moves_hold_the_expert() -> None:
+def test_the_sender_of_a_move_holds_the_expert() -> None:
     for changed in decided().layers:
         before_RS = PLACEMENT.phy2log_LRS[changed.layer]
         rebuilt_RS = before_RS.copy()
@@ -93,7 +93,7 @@ def test_senders_of_moves_hold_the_expert() -> None:
         np.testing.assert_array_equal(rebuilt_RS, changed.phy2log_RS)
 
 
-def test_policy_none_never_moves() -> None:
+def test_policy_none_never_moves_an_expert() -> None:
     result = decided(policy="none")
     assert result.layers == ()
     assert {verdict.reason for verdict in result.verdicts} == {"kept: the policy is none"}
@@ -252,7 +252,7 @@ def test_experts_bound_to_their_ranks_do_not_move(case: Case, policy: str, split
         np.testing.assert_equal(decision.par_planned, decision.par_seen)
 
 
-def test_drift_is_followed_although_promises_exceed_the_par_of_the_window() -> None:
+def test_placements_follow_drift_even_if_their_promise_exceeds_the_par_of_the_window() -> None:
     look_back = 128
     interval = 24
     decisions = 12

@@ -38,13 +38,13 @@ def decision_inputs(heat_TLE: Int32, session: DecisionSession | None = None) -> 
 def before_decision(steps: int, interval: int, *, first: bool = False) -> DecisionSession:
     """Return the state after ``steps`` steps, just before a decision.
 
-    It is not the first decision unless ``first`` is set.
+    The decision is the first one only if ``first`` is set.
     """
     pace = Pace(steps, memory=512, longest=interval, seen=steps, due_at=steps, has_decided=not first)
     return DecisionSession(pace)
 
 
-def test_without_a_pace_a_decision_uses_all_heat() -> None:
+def test_a_decision_uses_all_heat_if_there_is_no_pace() -> None:
     inputs = decision_inputs(heat(200, 0))
     assert (inputs.decision_window.steps, inputs.serving_steps) == (200, None)
 
@@ -55,7 +55,7 @@ def test_stationary_heat_is_used_beyond_one_interval() -> None:
     assert inputs.serving_steps == 24.0
 
 
-def test_a_first_decision_uses_all_steps_and_is_expected_to_serve_a_whole_workload() -> None:
+def test_a_first_decision_uses_all_steps_and_assumes_that_its_placement_serves_a_whole_workload() -> None:
     inputs = decision_inputs(heat(200, 0), before_decision(200, 64, first=True))
     assert (inputs.decision_window.steps, inputs.serving_steps) == (200, 256.0)
 

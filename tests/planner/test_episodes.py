@@ -49,7 +49,7 @@ def test_steps_that_differ_only_by_sampling_stay_in_order(kind: str) -> None:
     assert similar_steps_together(heat_TLE, 64) is None
 
 
-def test_reordering_keeps_blocks_of_steps_in_time() -> None:
+def test_steps_are_reordered_only_within_blocks_of_sixteen() -> None:
     order_T = similar_steps_together(alternating(1, 256), 64)
     assert order_T is not None
     assert sorted(order_T.tolist()) == list(range(256))

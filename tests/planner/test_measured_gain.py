@@ -97,7 +97,7 @@ def test_too_few_switches_yield_no_price() -> None:
     assert measured_price([SwitchEffect(0.0, 0.0, 64)] * 8) is None
 
 
-def test_one_large_switch_does_not_count_as_many() -> None:
+def test_one_large_switch_does_not_count_as_several_switches() -> None:
     small = [SwitchEffect(us, 10.0, 64) for us in (-300.0, 250.0, -100.0, 200.0)]
     price = measured_price([SwitchEffect(2000.0, 1000.0, 64), *small])
     assert price is not None
@@ -115,7 +115,7 @@ def test_scatter_between_switches_widens_the_interval() -> None:
     assert similar.low > 0 > scattered.low
 
 
-def test_steps_of_other_sizes_or_other_plans_are_not_compared() -> None:
+def test_steps_of_different_sizes_or_plans_are_not_compared() -> None:
     step_T = np.arange(80, dtype=np.float64)
     tokens_T = np.where(step_T < 40, 1000.0, 4000.0)
     served = ServedSteps(step_T, np.full(80, 9000.0), tokens_T, tokens_T)

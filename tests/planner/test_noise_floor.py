@@ -96,7 +96,7 @@ def test_the_volatility_bound_matches_the_slow_twin(ranks: int, slots: int, kind
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_balanced_layers_of_steady_heat_do_not_change(seed: int) -> None:
+def test_balanced_layers_with_steady_heat_do_not_change(seed: int) -> None:
     heat_TLE = steady(seed, 2 * STEPS)
     placement, table_RLE = placed_on(heat_TLE[:STEPS])
     decision = decided(heat_TLE[STEPS:], placement, table_RLE)

@@ -122,7 +122,7 @@ def test_decisions_follow_4_8_and_16_steps_after_a_change(calm: Pace) -> None:
     assert pace.due_at == pace.seen + 24
 
 
-def test_a_burst_starts_no_segment_and_the_next_decision_is_soon(calm: Pace) -> None:
+def test_a_burst_starts_no_segment_and_the_next_decision_follows_soon(calm: Pace) -> None:
     calm, _ = calm.after_steps(steps(20))
     pace, _ = calm.after_steps(steps(1, WORSE))
     assert pace.settling
@@ -242,7 +242,8 @@ def test_a_decision_waits_until_a_possible_change_is_four_steps_old(calm: Pace) 
     assert pace.alarm is None
     assert pace.seen >= pace.due_at
     assert not pace.due
-    # The change was a single step. A decision becomes due once the test's sum falls back or the change is old enough.
+    # The change lasted a single step. A decision becomes due once the test's sum falls back or the change is old
+    # enough.
     pace, step_count = pace.after_steps(steps(20))
     assert pace.due
     assert step_count <= 3
@@ -258,7 +259,7 @@ def test_a_decision_detects_a_silent_change_and_uses_the_steps_after_it(age: int
     assert pace.weighed(heat(100)) is pace
 
 
-def test_alternating_workloads_are_no_change_once_both_were_observed() -> None:
+def test_alternating_workloads_do_not_count_as_a_change_once_both_were_observed() -> None:
     first = heat(40)
     second = heat(40, seed=1)
     turns = np.concatenate([first, second, first, second[:20]])

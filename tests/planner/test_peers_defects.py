@@ -30,7 +30,7 @@ def assert_changes_are_legal(decision: Plan, experts: int) -> None:
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 7), (5, 3, 5), (4, 9, 4), (256, 32, 24)])
-def test_more_redundant_slots_than_ranks_are_placed(experts: int, ranks: int, slots: int) -> None:
+def test_more_redundant_slots_than_ranks_can_be_filled(experts: int, ranks: int, slots: int) -> None:
     assert ranks * slots - experts > ranks
     heat_TLE = np.random.default_rng(experts).gamma(0.5, 100, (3, 1, experts))
     heat_TLE[:, :, 2] = 1e9

@@ -25,7 +25,7 @@ def swapped(heat_TLE: np.ndarray, phy2log_LRS: np.ndarray) -> np.ndarray:
 
 
 class Counting:
-    """A policy that keeps the number of its calls."""
+    """A policy that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -71,7 +71,7 @@ def test_solve_accepts_a_function_and_every_form_of_its_name(policy: object) -> 
 
 
 @pytest.mark.usefixtures("registered")
-def test_replay_accepts_the_same_names() -> None:
+def test_replay_accepts_the_same_policy_names_as_solve() -> None:
     setup = Setup(3, 16, 16)
     for name in (SWAPPED, "swapper"):
         assert Job.of(name, setup, name, PlannerSettings()).external() is swapped
@@ -79,7 +79,7 @@ def test_replay_accepts_the_same_names() -> None:
         Job.of("a", setup, "swopper", PlannerSettings())
 
 
-def test_every_job_has_its_own_object_of_a_class() -> None:
+def test_each_job_gets_its_own_instance_of_a_policy_class() -> None:
     name = "tests.planner.test_policies:Counting"
     one, other = (external_policy(name) for _ in range(2))
     assert one is not None

@@ -51,7 +51,7 @@ def test_no_expert_moves_below_the_knee_and_the_verdict_gives_the_reason() -> No
     ],
     ids=["prefill", "an unknown device", "switched off", "a curve is given"],
 )
-def test_layers_above_or_without_a_knee_are_balanced(
+def test_layers_above_the_knee_or_without_a_knee_are_balanced(
     tokens: int, device: str, settings: dict[str, object]
 ) -> None:
     assert len(decided(tokens, device, **settings).layers) == LAYERS

@@ -50,19 +50,19 @@ def is_alarmed(session: DecisionSession) -> bool:
     return session.pace.alarm is not None
 
 
-def test_all_steps_of_a_report_count_even_if_a_decision_becomes_due_among_them() -> None:
+def test_all_steps_of_a_report_count_even_if_a_decision_becomes_due_partway_through() -> None:
     pace = serving(DecisionSession(pace=Pace(first=8, memory=64, longest=64)), 50, 1.2).pace
     assert pace is not None
     assert (pace.seen, pace.due) == (50, True)
 
 
-def test_a_decision_that_keeps_all_layers_is_tested_at_once() -> None:
+def test_a_decision_that_keeps_all_layers_is_tested_immediately() -> None:
     session = decided_once().after_decision(OUTLOOK, 0.0, changed=False)
     assert (session.replaced_layout, session.replaced_at) == (None, None)
     assert is_alarmed(serving(session, 4, 1.8))
 
 
-def test_a_plan_is_tested_and_its_gain_counted_from_its_last_commit() -> None:
+def test_a_plan_is_tested_and_its_gain_is_counted_from_its_last_commit() -> None:
     current = serving(decided_once().after_decision(OUTLOOK, 0.0, changed=True), 6, 1.8)
     assert not is_alarmed(current)
     assert current.replaced_at is None
@@ -97,7 +97,7 @@ def test_a_plan_in_progress_is_tested_against_its_target_placement() -> None:
     ],
     ids=["a change", "a burst", "a later change", "a change too recent to decide on"],
 )
-def test_a_change_after_its_decision_makes_a_plan_stale(findings: dict[str, Any], outdated: bool) -> None:
+def test_a_change_after_the_decision_makes_its_plan_stale(findings: dict[str, Any], outdated: bool) -> None:
     decided = decided_once().after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
     changed = serving(decided, 10, 1.8)
     weighed, answer = changed.begin_check().after_check(replace(OUTLOOK, **findings))
@@ -169,12 +169,12 @@ def test_cpu_time_of_decisions_and_appraisals_delays_the_next_decision() -> None
     assert appraised.time_price_due_at == decided.pace.seen + 8 * 30.5
 
 
-def test_the_end_of_a_plan_by_a_different_service_changes_nothing() -> None:
+def test_the_end_of_a_plan_made_by_a_different_service_changes_nothing() -> None:
     session = decided_once()
     assert session.after_plan(done=True) == session
 
 
-def test_a_plan_is_not_checked_after_a_call_off_until_a_layer_has_switched() -> None:
+def test_after_a_call_off_the_next_plan_is_checked_only_once_a_layer_has_switched() -> None:
     decided = decided_once().after_decision(replace(OUTLOOK, planned=SPLIT), 0.0, changed=True)
     called_off = serving(decided, 8, 1.8).after_plan(done=False, called_off_unswitched=True)
     planned = replace(OUTLOOK, planned=SPLIT)

@@ -30,8 +30,8 @@ def test_a_promise_holds_on_the_next_window(tokens: int, from_scratch: bool) -> 
         solution = solve(heat_TLE[:192], RANKS, SLOTS, placement=placement, threads=1)
         promised.append(solution.par_after)
         realised.append(np.mean(realised_par(heat_TLE[192:], SLOTS, solution.log2phy)))
-    # Each mean covers 2,304 layer steps and has a standard error of up to 0.7 %, so that of their difference is up to 1
-    # %.
+    # Each mean covers 2,304 layer steps and has a standard error of up to 0.7 %. The standard error of their difference
+    # is up to 1 %.
     assert np.mean(promised) == pytest.approx(np.mean(realised), rel=0.03)
 
 
@@ -63,7 +63,7 @@ def test_a_change_that_pays_off_is_applied_even_with_few_tokens() -> None:
     assert solution.par_after < 0.9 * solution.par_before
 
 
-def test_heat_summed_into_one_row_is_placed() -> None:
+def test_experts_are_placed_by_heat_that_is_summed_into_one_row() -> None:
     summed = routed(256, 64, 1.2).sum(axis=0, keepdims=True)
     solution = solve(summed, RANKS, SLOTS, placement=LINEAR.phy2log_LRS, threads=1)
     assert solution.moves > 0
@@ -77,7 +77,7 @@ def test_equal_arguments_give_equal_decisions() -> None:
     np.testing.assert_array_equal(first.par_after_L, second.par_after_L)
 
 
-def test_redundant_slots_promise_no_gain_that_few_tokens_cannot_give() -> None:
+def test_redundant_slots_promise_almost_no_gain_if_each_step_has_a_single_token() -> None:
     heat_TLE = routed(256, 1)
     promised = [solve(heat_TLE, RANKS, slots, threads=1).par_after for slots in (4, 5, 8)]
     assert min(promised[1:]) > 0.97 * promised[0]
@@ -110,7 +110,7 @@ def test_the_verdict_gives_the_reason_for_no_change() -> None:
     assert all(verdict.reason.startswith(("kept: ", "left alone: ")) for verdict in kept)
 
 
-def test_a_window_of_few_steps_is_split_token_by_token() -> None:
+def test_a_window_is_halved_token_by_token_if_it_has_few_steps_and_step_by_step_otherwise() -> None:
     heat_TLE = routed(3, 50)
     halves = Parts.of(heat_TLE)
     np.testing.assert_array_equal(halves.fit_TLE + halves.test_TLE, heat_TLE)
@@ -119,7 +119,7 @@ def test_a_window_of_few_steps_is_split_token_by_token() -> None:
     assert (len(Parts.of(longer).fit_TLE), len(Parts.of(longer).test_TLE)) == (10, 10)
 
 
-def test_layers_pay_off_individually_or_together() -> None:
+def test_layer_changes_pay_off_individually_or_together() -> None:
     sure = HoldOutResult(np.full(64, 0.2), 0.01, 0.0)
     unsure = HoldOutResult(np.full(64, 0.05), 0.02, 0.0)
     losing = None

@@ -60,7 +60,7 @@ def test_times_match_the_slow_twin_under_the_best_split_of_each_step(heat_TLE: n
     np.testing.assert_allclose(actual_TL, slow_us(heat_TLE, FIRST, H200))
 
 
-def test_a_layer_without_tokens_takes_no_time_and_steps_stay_separate() -> None:
+def test_a_layer_without_tokens_takes_no_time_and_each_step_is_timed_independently() -> None:
     heat_TLE = np.concatenate([HEAT, SMALL])
     heat_TLE[7, 1] = 0
     actual_TL = slowest_rank_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
@@ -109,7 +109,7 @@ def test_a_change_that_balances_tokens_but_saves_no_time_is_skipped() -> None:
     assert by_time.layers == ()
 
 
-def test_moves_must_save_their_share_of_the_time() -> None:
+def test_a_layer_changes_only_if_it_saves_the_minimum_share_of_its_time() -> None:
     settings = replace(STEP, par_threshold=1.0, min_gain=0.0, move_price=0.0)
     free = decided(settings)
     (worst, *_) = free.layers

@@ -44,7 +44,7 @@ def test_the_look_back_matches_the_slow_twin(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("since", "tokens"), [(4, 8192), (9, 8192), (16, 8192), (16, 64)])
-def test_a_jump_of_the_heat_is_a_change_and_stationary_heat_is_not(since: int, tokens: int) -> None:
+def test_a_jump_in_heat_counts_as_a_change_and_stationary_heat_does_not(since: int, tokens: int) -> None:
     assert has_changed(np.concatenate([drawn(100, 0, tokens), drawn(since, 1, tokens)]), since)
     assert not has_changed(drawn(100 + since, 0, tokens), since)
 

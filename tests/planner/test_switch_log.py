@@ -84,7 +84,7 @@ def test_enough_plans_yield_all_three_costs(ranks: Ranks) -> None:
     assert costs.lost_share == pytest.approx(0.2, abs=0.01)
 
 
-def test_a_rank_without_received_experts_yields_no_transfer_cost(ranks: Ranks) -> None:
+def test_a_rank_that_received_no_experts_yields_no_transfer_cost(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.switch([layer_plan(0)])
     costs = ranks.log.costs()
@@ -102,7 +102,7 @@ def test_a_report_longer_than_its_plan_is_ignored(ranks: Ranks, seconds: float, 
     assert (ranks.log.costs().expert_seconds is not None) is believed
 
 
-def test_one_exaggerating_rank_does_not_move_the_estimate(ranks: Ranks) -> None:
+def test_one_exaggerating_rank_does_not_shift_the_estimate(ranks: Ranks) -> None:
     for _ in range(4):
         ranks.offer(layer_plan(0, 0, 1, 2, 3))
         ranks.say(PlanState.ACCEPTED)

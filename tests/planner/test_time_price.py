@@ -76,7 +76,7 @@ def test_step_times_yield_a_curve_if_none_is_stated() -> None:
         (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not measurably depend"),
     ],
 )
-def test_an_inconclusive_fit_is_rejected_and_the_fallback_named(step_times: StepTimes, why: str) -> None:
+def test_an_inconclusive_fit_is_rejected_and_the_fallback_is_named(step_times: StepTimes, why: str) -> None:
     price = priced(step_times=step_times)
     assert price.kind == ASSUMED
     assert price.curve.linear

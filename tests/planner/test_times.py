@@ -51,7 +51,7 @@ def test_a_linear_curve_changes_no_placement_and_no_table(
     assert timed.ms_after is not None
 
 
-def test_a_linear_curve_times_the_hottest_rank() -> None:
+def test_a_linear_curve_gives_the_hottest_ranks_time() -> None:
     timed = solve(LARGE, 8, 9, cost_curve=LINEAR)
     hottest = sum(20 + 0.0615 * tokens for tokens in timed.hottest_after_L)
     assert timed.ms_after == pytest.approx(hottest / 1e3)
@@ -76,7 +76,7 @@ def test_a_placement_fitted_to_the_heat_is_kept() -> None:
 
 @pytest.mark.parametrize("split", ["tables", "even", "deal", "step"])
 @pytest.mark.parametrize("tokens", [4, 64, 1024])
-def test_no_change_makes_the_window_slower_and_none_differs_from_balanced_tokens(
+def test_every_change_saves_time_on_the_window_and_equals_the_change_that_balances_tokens(
     tokens: int, split: str
 ) -> None:
     heat_TLE = routed(96, tokens, 1.2)
@@ -130,7 +130,7 @@ def test_a_small_batch_must_save_time_on_held_out_steps() -> None:
     for change in on_the_window.layers:
         verdict = held_out_too.verdicts[change.layer]
         assert not verdict.changed
-        assert verdict.reason.endswith(" of the layer's time but its moves cost 0.000")
+        assert verdict.reason.endswith(" of the layer's time, but its moves cost 0.000")
 
 
 def test_a_held_out_gain_in_time_is_a_share_of_the_current_time() -> None:
@@ -149,7 +149,7 @@ def test_a_held_out_gain_in_time_is_a_share_of_the_current_time() -> None:
     assert by_time.gap == by_tokens.gap
 
 
-def test_moves_must_save_their_share_of_the_time() -> None:
+def test_a_layer_changes_only_if_it_saves_the_minimum_share_of_its_time() -> None:
     heat_TLE = routed(96, 4096, 1.2)
     settings = replace(SETTINGS, cost_curve=H200)
     free = decided(heat_TLE, settings)
@@ -170,7 +170,7 @@ def test_expert_groups_can_be_combined_with_a_curve() -> None:
     np.testing.assert_array_equal(by_tokens.phy2log, timed.phy2log)
 
 
-def test_only_a_curve_with_reads_decides_and_only_for_flashlb() -> None:
+def test_a_cost_curve_decides_only_if_it_includes_reads_and_the_policy_is_flashlb() -> None:
     assert PlannerSettings(cost_curve=H200).deciding_curve == H200
     assert PlannerSettings(cost_curve=H200, policy="deepseek").deciding_curve is None
     assert PlannerSettings(cost_curve=LINEAR).deciding_curve is None

@@ -64,7 +64,7 @@ def nodes_of_experts(placement: Placement, layer: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(("spread", "fewer"), [(0.0, 0.02), (0.3, 0.005)])
-def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
+def test_fewer_tokens_cross_nodes_and_the_ratio_does_not_rise(
     spread: float, fewer: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = window_of(5, spread)
@@ -83,7 +83,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
         assert f"{fraction:.0%} of its tokens leave their node" in near_verdict.reason
 
 
-def test_one_node_reports_no_crossing_and_keeps_the_tables_of_the_fixed_rule() -> None:
+def test_a_single_node_has_no_crossings_and_unsolved_tables_follow_the_fixed_rule() -> None:
     flat, _ = decided(Topology.flat(RANKS))
     assert not any("leave their node" in verdict.reason for verdict in flat.verdicts)
     _, (after, table_RLE) = decided(TWO_NODES, solve_tables=False)

@@ -59,14 +59,16 @@ def result(action: int, **facts: object) -> LayerResult:
         (figures(max_layers=7), "waits: a decision changes only the 7 worst layers"),
     ],
 )
-def test_a_layer_that_is_not_selected_stays_with_a_reason(before: LayerFigures, reason: str) -> None:
+def test_a_layer_that_is_not_selected_does_not_change_and_its_verdict_gives_the_reason(
+    before: LayerFigures, reason: str
+) -> None:
     verdict = layer_verdicts.unselected_verdict(before, 0)
     assert verdict.reason == reason
     assert_kept(verdict)
     assert verdict.us_seen is None
 
 
-def test_a_layer_stays_if_no_change_pays_off() -> None:
+def test_a_layer_does_not_change_if_no_change_pays_off() -> None:
     verdict, change, _ = layer_outcome(figures(us=50.0), 0, result(KEEP))
     assert change is None
     assert verdict.reason == "kept: no change pays for its moves on held-out steps"
@@ -77,15 +79,15 @@ def test_a_layer_stays_if_no_change_pays_off() -> None:
 @pytest.mark.parametrize(
     ("action", "moves", "facts", "reason"),
     [
-        (TABLES, 0, {}, "tables retuned, no weights moved: 1.500 to 1.250 on this window"),
-        (LOCAL, 0, {}, "tables retuned, no weights moved: 1.500 to 1.250 on this window"),
+        (TABLES, 0, {}, "tables changed (no slot receives weights): PAR 1.500 to 1.250 on this window"),
+        (LOCAL, 0, {}, "tables changed (no slot receives weights): PAR 1.500 to 1.250 on this window"),
         (
             LOCAL,
             3,
             {},
-            "improved starting from its current placement (3 slots receive weights): 1.500 to 1.250 on this window",
+            "improved starting from its current placement (3 slots receive weights): PAR 1.500 to 1.250 on this window",
         ),
-        (FRESH, 3, {}, "placed from scratch (3 slots receive weights): 1.500 to 1.250 on this window"),
+        (FRESH, 3, {}, "placed from scratch (3 slots receive weights): PAR 1.500 to 1.250 on this window"),
         (FRESH, 3, {"half_life": 8.0}, "1.500 to 1.250 on this window; planned for drift"),
         (FRESH, 3, {"trimmed": True, "optimism": 0.5}, "1.500 to 1.250 on this window; planned for bursts"),
     ],

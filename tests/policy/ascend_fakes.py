@@ -27,7 +27,7 @@ class Group:
 
 
 class Adaptor:
-    """Counters of this rank's slots: one row per layer, or ``steps`` rows per layer under policy 3."""
+    """Adaptor with counters of this rank's slots: one row per layer, or ``steps`` rows per layer under policy 3."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -106,7 +106,7 @@ class EplbUpdator:
             self.cur_iterations
             == self.expert_heat_collection_interval + self.algorithm_execution_interval - 1
         ):
-            assert self.result is not None, "the engine waits for a result that does not come"
+            assert self.result is not None, "the engine waits for a result that never arrives"
             self.events.append(("read", self.cur_iterations))
             self.result = None
 

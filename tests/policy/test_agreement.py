@@ -1,4 +1,4 @@
-"""Tests of the agreement of ranks on one decision."""
+"""Tests that all ranks agree on one decision."""
 
 import numpy as np
 import torch.distributed as dist
@@ -14,7 +14,7 @@ REMOTE = [[3, 1, 2, 2, 0, 1]]
 
 
 def decided(remote=None, seconds=60.0):
-    """Return this rank's result of one decision."""
+    """Return this rank's result for one decision."""
     agreement = Agreement(dist.group.WORLD, "even", remote)
     agreement.wait_until_warm(seconds)
     placement = agreement.placement(HEAT, OLD, 2)
@@ -44,15 +44,15 @@ def a_defect_in_the_client(*_):
     raise KeyError("placement")
 
 
-def test_all_ranks_take_the_first_ranks_decision():
+def test_all_ranks_adopt_the_first_ranks_decision():
     assert run_ranks(3, only_the_first_rank_can_plan) == [NEW] * 3
 
 
-def test_the_engine_decides_on_all_ranks_until_the_first_is_warm():
+def test_the_engines_policy_decides_on_all_ranks_until_the_first_rank_is_warm():
     assert run_ranks(2, a_rank_that_is_not_warm) == [None] * 2
 
 
-def test_all_ranks_take_the_services_decision():
+def test_all_ranks_adopt_the_services_decision():
     assert run_ranks(2, decided, an_answer_of_the_service) == [REMOTE] * 2
 
 
@@ -60,5 +60,5 @@ def test_all_ranks_decide_locally_if_the_service_does_not_answer():
     assert run_ranks(2, decided, no_answer_of_the_service) == [NEW] * 2
 
 
-def test_a_defect_in_the_client_does_not_reach_the_engine():
+def test_an_unexpected_error_in_the_client_does_not_reach_the_engine():
     assert run_ranks(2, decided, a_defect_in_the_client) == [NEW] * 2

@@ -54,7 +54,7 @@ class EplbPlan:
 
 
 class AbstractEplbPolicy:
-    """The base class of vllm-project/vllm#49700 with its only hook that has a default."""
+    """The base class of vllm-project/vllm#49700 with the only hook that has a default implementation."""
 
     def on_layer_committed(self, policy_state, plan, layer_idx):
         return None
@@ -69,7 +69,7 @@ class EplbConnectorBase:
 
 
 class EplbState:
-    """vLLM's EPLB state, which calls the policy of the connector."""
+    """vLLM's EPLB state, which calls the connector's policy."""
 
     def rearrange(self, is_profile=False, rank_mapping=None):
         return "rearranged"
@@ -131,7 +131,7 @@ def test_the_forks_own_policy_decides_until_the_ranks_have_joined(fork, monkeypa
 
 
 @pytest.mark.usefixtures("fork")
-def test_the_connector_hands_over_the_window_in_parts(monkeypatch):
+def test_the_connector_passes_the_window_in_parts(monkeypatch):
     state = sys.modules["vllm.distributed.eplb.eplb_state"].EplbState
     module = connector_module(monkeypatch)
     module.PlannerConnector("config")
@@ -156,7 +156,7 @@ def context(**changes):
 
 
 def proposed(policies, monkeypatch):
-    """Return a policy as ``EplbState.create_policy`` of the proposal would."""
+    """Return a policy in the same way as the proposal's ``EplbState.create_policy``."""
     module = importlib.import_module("worker_agent.policy.connectors.vllm_49700")
     monkeypatch.setattr(module, "Agreement", Agreement)
     module.install()

@@ -1,4 +1,4 @@
-"""Tests of the decision of policy mode: its results for any placement that an engine may have."""
+"""Tests of policy mode's decisions, from any placement that an engine may have."""
 
 import logging
 
@@ -12,11 +12,11 @@ from worker_agent.policy.decide import decide
 from worker_agent.policy.figures import fetched_experts, par_of_even_split
 
 TWICE_ON_A_RANK = np.array([[0, 0, 1, 2, 3, 1]])
-"""Placement as DeepSeek's packing may produce it: the first of two ranks has two replicas of expert 0."""
+"""A placement that DeepSeek's packing may produce: the first of two ranks has two replicas of expert 0."""
 
 
 def skewed_heat(parts=32, layers=2, experts=8, seed=0):
-    """Return heat of experts whose popularity is skewed and constant, int64 ``[N, L, E]``."""
+    """Return heat with a constant, skewed popularity of experts, int64 ``[N, L, E]``."""
     draw = np.random.default_rng(seed)
     popularity_LE = draw.permuted(np.tile(1.0 / np.arange(1, experts + 1), (layers, 1)), axis=1)
     return draw.poisson(4000 * popularity_LE, size=(parts, layers, experts))
@@ -28,7 +28,7 @@ def linear(layers, experts, physical):
 
 
 def check_placement(old_LP, new_LP, ranks, experts):
-    """Check that the new placement can be served and that staying experts keep their slots."""
+    """Check that the new placement can be served and that experts that stay on their rank keep their slots."""
     assert new_LP.shape == old_LP.shape
     assert new_LP.dtype == np.int64
     for old_RS, new_RS in zip(
@@ -56,7 +56,7 @@ def test_a_second_decision_on_the_same_heat_moves_nothing():
     assert decide(skewed_heat(seed=0), first_LP, ranks=4).tolist() == first_LP.tolist()
 
 
-def test_an_expert_may_be_twice_on_a_rank_of_the_old_placement():
+def test_the_old_placement_may_have_an_expert_twice_on_a_rank():
     heat_NLE = np.tile([4000, 1000, 1000, 2000], (8, 1, 1))
     new_LP = decide(heat_NLE, TWICE_ON_A_RANK, ranks=2)
     check_placement(TWICE_ON_A_RANK, new_LP, 2, 4)
@@ -65,7 +65,7 @@ def test_an_expert_may_be_twice_on_a_rank_of_the_old_placement():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_placement_that_serves_all_experts_is_a_starting_point(data):
+def test_a_decision_can_start_from_any_placement_that_serves_all_experts(data):
     ranks = data.draw(st.integers(1, 4), label="ranks")
     slots = data.draw(st.integers(1, 4), label="slots")
     experts = data.draw(st.integers(slots, ranks * slots), label="experts")
@@ -86,14 +86,14 @@ def test_the_engine_decides_if_a_slot_is_empty():
     assert decide(skewed_heat(layers=1, experts=4), [[0, 1, 2, 3, -1, 0]], ranks=2) is None
 
 
-def test_parts_without_tokens_do_not_count():
+def test_parts_without_tokens_do_not_change_a_decision():
     heat_NLE = skewed_heat()
     padded_NLE = np.concatenate([np.zeros_like(heat_NLE), heat_NLE])
     old_LP = linear(2, 8, 12)
     assert decide(padded_NLE, old_LP, ranks=4).tolist() == decide(heat_NLE, old_LP, ranks=4).tolist()
 
 
-def test_the_sum_of_a_window_alone_is_enough_to_balance():
+def test_the_sum_of_a_window_alone_is_enough_to_balance_the_ranks():
     heat_NLE = skewed_heat().sum(axis=0, keepdims=True)
     old_LP = linear(2, 8, 12)
     new_LP = decide(heat_NLE, old_LP, ranks=4, timed=False)
@@ -101,7 +101,7 @@ def test_the_sum_of_a_window_alone_is_enough_to_balance():
     assert par_of_even_split(heat_NLE, new_LP, 4) < 1.1
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_ignored():
+def test_a_node_count_that_does_not_divide_the_ranks_is_ignored():
     heat_NLE = skewed_heat()
     old_LP = linear(2, 8, 12)
     alone_LP = decide(heat_NLE, old_LP, ranks=4)

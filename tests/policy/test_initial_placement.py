@@ -56,7 +56,7 @@ def test_a_written_placement_is_read_back(format: str, drafts: int, tmp_path: Pa
 
 
 @EACH_FORMAT
-def test_the_rows_of_a_draft_model_follow_those_of_the_model(format: str, tmp_path: Path) -> None:
+def test_a_draft_models_rows_follow_those_of_the_target_model(format: str, tmp_path: Path) -> None:
     path = written(tmp_path, format, rolled(), 2)
     in_order = (np.arange(PHYSICAL) % EXPERTS).tolist()
     assert read(path, 2, first_layer=LAYERS) == [in_order] * 2
@@ -93,13 +93,15 @@ def test_a_placement_for_another_engine_or_model_is_rejected(format: str, tmp_pa
     path = written(tmp_path, format, rolled())
     assert "this engine has 4 ranks of 3 slots" in refusal(path, slots=3)
     assert "this engine has 8 ranks of 2 slots" in refusal(path, ranks=8)
-    assert "names expert 5, but the model has the experts 0 to 4" in refusal(path, experts=5)
+    assert "refers to expert 5, but the model's experts are 0 to 4" in refusal(path, experts=5)
     assert "layer 0: expert 6 has no slot" in refusal(path, experts=7)
     for layers in (2, 4):
         assert f"has 3 layers, but the model has {layers} MoE layers" in refusal(path, layers=layers)
 
 
-def test_a_placement_of_as_many_slots_on_other_ranks_is_rejected(tmp_path: Path) -> None:
+def test_a_placement_with_the_right_number_of_slots_on_the_wrong_number_of_ranks_is_rejected(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path, "npz", rolled())
     assert "places experts on 4 ranks of 2 slots, but this engine has 2 ranks of 4" in refusal(
         path, ranks=2, slots=4
@@ -123,9 +125,9 @@ def test_an_expert_may_be_twice_on_a_rank(tmp_path: Path) -> None:
         ("a.json", '{"physical_to_logical_map": [["0", "1"]]}', "expected integers"),
         ("a.json", '{"physical_to_logical_map": [[0.5, 1]]}', "expected integers"),
         ("a.json", '{"physical_to_logical_map": []}', "expected integers"),
-        ("a.json", '{"physical_to_logical_map": [[-1, 0, 1, 2, 3, 4, 5, 0]]}', "names expert -1"),
+        ("a.json", '{"physical_to_logical_map": [[-1, 0, 1, 2, 3, 4, 5, 0]]}', "refers to expert -1"),
         ("a.json", '{"layer_list": [{"device_list": []}]}', "is damaged or is not a placement ('layer_id')"),
-        ("a.jsonl", "", "holds 0 records of type eplb_initial_mapping"),
+        ("a.jsonl", "", "contains 0 records of type eplb_initial_mapping"),
         ("a.jsonl", "[]", "is damaged or is not a placement"),
     ],
 )
@@ -139,7 +141,7 @@ def test_a_file_that_is_not_a_placement_is_rejected(
 def test_a_missing_file_and_an_archive_without_a_placement_are_rejected(tmp_path: Path) -> None:
     assert "cannot be read (No such file or directory)" in refusal(tmp_path / "none.npz")
     np.savez(tmp_path / "a.npz", heat=np.zeros((1, 8)))
-    assert "holds no array phy2log" in refusal(tmp_path / "a.npz")
+    assert "contains no array named phy2log" in refusal(tmp_path / "a.npz")
     np.savez(tmp_path / "a.npz", phy2log=np.array([None], dtype=object))
     assert "is damaged or is not a placement" in refusal(tmp_path / "a.npz")
 

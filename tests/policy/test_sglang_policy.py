@@ -71,7 +71,7 @@ def sglang(monkeypatch):
 
 
 def start(fakes):
-    """Let SGLang load the plugin and create its EPLB manager; return its hooked algorithm."""
+    """Let SGLang load the plugin and create its EPLB manager; return the hooked algorithm."""
     plugins.register_sglang()
     hook, kind = fakes.registered[policy._ALGORITHM]
     assert kind == "around"
@@ -118,7 +118,7 @@ def test_the_window_is_passed_in_parts(sglang, monkeypatch):
     assert heat_NLE.sum() == 4 * np.arange(100).sum() + HEAT.sum()
 
 
-def test_sglang_decides_without_tokens_and_before_it_has_a_placement(sglang):
+def test_sglang_decides_if_it_has_no_tokens_or_no_placement_yet(sglang):
     rebalance = start(sglang)
     assert rebalance(np.zeros_like(HEAT)) == "SGLang's own"
     sglang.metadata = None
@@ -132,7 +132,7 @@ def test_sglang_decides_if_its_placement_is_being_scaled(sglang, old):
     assert rebalance(HEAT) == "SGLang's own"
 
 
-def test_sglang_decides_with_elastic_expert_parallelism(sglang, caplog):
+def test_sglang_decides_if_elastic_expert_parallelism_is_enabled(sglang, caplog):
     """After scaling, only the first rank would decide, so the ranks could not agree."""
     sglang.moe.elastic_ep_backend = "nixl"
     assert start(sglang)(HEAT) == "SGLang's own"
@@ -162,7 +162,7 @@ def test_a_hook_that_was_not_applied_stops_the_engine(sglang):
 
 
 @pytest.mark.parametrize("release", ["0.5.21", "0.5.22.post1"])
-def test_releases_whose_own_eplb_is_faulty_need_an_all_to_all(sglang, monkeypatch, release):
+def test_releases_whose_own_eplb_is_faulty_need_an_all_to_all_backend(sglang, monkeypatch, release):
     monkeypatch.setattr(policy, "_release", lambda: release)
     with pytest.raises(UnsupportedEngineError, match="every move changes the model's output"):
         start(sglang)

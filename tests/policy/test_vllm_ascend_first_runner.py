@@ -48,7 +48,7 @@ def installed(policy, interval, execution, mix_placement=False):
 
 
 def served(updator, cycles):
-    """Serve whole cycles, and return the table and the events of this rank."""
+    """Serve complete cycles, and return this rank's table and events."""
     rank = dist.get_rank()
     steps = updator.expert_heat_collection_interval + updator.algorithm_execution_interval + LAYERS
     for step in range(cycles * steps):

@@ -30,12 +30,12 @@ def skewed(seed=0, layers=3):
 
 
 def loads(heat_NE, rows_P, slots_P):
-    """Return the load of each rank in each part, ``[N, R]``."""
+    """Return the load of each rank in each part of the window, ``[N, R]``."""
     return (heat_NE[:, slots_P] * rows_P / ROWS).reshape(len(heat_NE), RANKS, -1).sum(axis=2)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_lower_the_peak_and_cover_every_expert(seed):
+def test_table_rows_lower_the_peak_load_and_cover_every_expert(seed):
     heat_NLE, placement_LP = skewed(seed)
     rows_LP = rows_of_slots(heat_NLE, placement_LP, RANKS)
     for layer, (rows_P, slots_P) in enumerate(zip(rows_LP, placement_LP, strict=True)):
@@ -50,13 +50,13 @@ def test_rows_lower_the_peak_and_cover_every_expert(seed):
     assert (rows_LP != equal_LP.round()).any()
 
 
-def test_replicas_of_experts_without_tokens_take_equal_rows():
+def test_replicas_of_experts_without_tokens_get_equal_numbers_of_rows():
     rows_LP = rows_of_slots(np.zeros((2, 1, 2), dtype=np.int64), np.array([[0, 1, 0, 1, 0, 1]]), ranks=3)
     assert rows_LP.tolist() == [[342, 342, 341, 341, 341, 341]]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_every_entry_of_a_table_holds_its_expert(rank):
+def test_every_table_entry_points_to_a_slot_of_its_expert(rank):
     heat_NLE, placement_LP = skewed()
     for rows_P, slots_P in zip(rows_of_slots(heat_NLE, placement_LP, RANKS), placement_LP, strict=True):
         table_DE = routing_table(rows_P, slots_P, rank, RANKS)
@@ -94,7 +94,7 @@ def test_a_table_is_written_in_place():
     assert routing_DE.equal(table_DE)
 
 
-def test_entries_for_another_placement_are_not_written():
+def test_entries_for_a_different_placement_are_not_written():
     routing_DE = torch.tensor([[0, 1]] * ROWS, dtype=torch.int32)
     table_DE = torch.tensor([[2, 1], [0, 2]] * (ROWS // 2), dtype=torch.int32)
     write_table(layer_state(routing_DE, [0, 1, 1]), 0, table_DE)

@@ -27,7 +27,7 @@ class PreparedLoadStats:
 
 
 class Default:
-    """vLLM's default policy: its result can be recognised."""
+    """vLLM's default policy, with a recognisable result."""
 
     def rebalance_experts(self, weight, replicas, groups, nodes, ranks, old):
         assert weight.shape == (2, 4)
@@ -84,7 +84,7 @@ def test_all_ranks_get_the_planners_placement_and_rows():
 
 
 @pytest.mark.parametrize("fallback", [Default(), Stair()])
-def test_the_engines_policy_decides_with_its_own_arguments_if_the_planner_cannot(fallback):
+def test_the_engines_policy_gets_its_own_arguments_if_the_planner_cannot_decide(fallback):
     for new_LP, rows_LP in run_ranks(RANKS, decided, fallback, False):
         assert new_LP == OLD.flip(1).tolist()
         assert rows_LP is None
@@ -100,7 +100,7 @@ class Alone:
 
 
 @pytest.mark.parametrize(("parts", "steps"), [(4, 10), (64, 10), (1, 3)])
-def test_samples_become_parts_with_their_numbers_of_steps(parts, steps, monkeypatch):
+def test_samples_are_divided_into_parts_with_known_step_counts(parts, steps, monkeypatch):
     packages = {
         name: {} for name in ("vllm_ascend", "vllm_ascend.distributed", "vllm_ascend.distributed.eplb")
     }
@@ -114,7 +114,7 @@ def test_samples_become_parts_with_their_numbers_of_steps(parts, steps, monkeypa
 
 
 @pytest.mark.parametrize("weight", [HEAT, HEAT[None], prepared()], ids=["sum", "one-part", "prepared"])
-def test_only_a_window_in_parts_is_timed(weight):
+def test_a_decision_is_timed_only_if_the_window_is_in_parts(weight):
     agreement = Alone()
     policy = PlannerPolicy(Default(), agreement, 64)
     policy.rebalance_experts(weight, 6, 1, 2, RANKS, OLD)

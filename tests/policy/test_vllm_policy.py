@@ -23,7 +23,7 @@ WINDOW = 8
 
 
 class DefaultPolicy:
-    """Stand-in for vLLM's own policy. It answers with placements that ours never returns."""
+    """Stand-in for vLLM's own policy. It returns placements that the planner never does."""
 
     @classmethod
     def rebalance_experts(
@@ -72,7 +72,7 @@ POLICIES = {}
 
 
 class Worker:
-    """Stand-in for vLLM's worker. It notes the placement into which it loads weights."""
+    """Stand-in for vLLM's worker. It records the placement into which it loads weights."""
 
     loaded_into = None
 
@@ -134,7 +134,7 @@ def state(monkeypatch):
 
 
 def fill(state, seed=0):
-    """Fill the window with steps in which expert 2 has most tokens, and return its heat by step, ``[T, L, E]``."""
+    """Fill the window with steps in which expert 2 has the most tokens, and return its heat by step, ``[T, L, E]``."""
     draw = np.random.default_rng(seed)
     heat_TLE = draw.poisson([2000, 1000, 6000, 1000], size=(WINDOW, LAYERS, EXPERTS))
     window = state.model_states["model"].expert_load_window
@@ -174,8 +174,8 @@ def test_rows_counted_before_the_last_rearrangement_are_left_out(state, monkeypa
     assert parts_NLE.tolist() == heat_TLE[WINDOW // 2 :].tolist()
 
 
-def test_a_window_that_is_not_vllms_is_not_used(state, monkeypatch):
-    """The planner then decides by the sum that vLLM passes."""
+def test_parts_of_a_window_with_a_different_sum_are_not_used(state, monkeypatch):
+    """In that case, the planner uses the sum that vLLM passes."""
     engine = state()
     fill(engine)
     engine.rearrange()
@@ -204,12 +204,12 @@ def test_a_window_without_tokens_changes_nothing(state):
 @pytest.mark.parametrize(
     "arguments", [{"is_profile": True}, {"rank_mapping": {0: 0}}, {"use_last_expert_load": True}]
 )
-def test_vllm_decides_for_profiles_and_elastic_scaling(state, arguments):
+def test_vllm_decides_during_profiling_and_elastic_scaling(state, arguments):
     engine = state()
     fill(engine)
     engine.rearrange(**arguments)
     expected = -7 if "use_last_expert_load" not in arguments else None
-    if expected is None:  # the loads are those of an earlier placement, and here they are all zero
+    if expected is None:  # the loads belong to an earlier placement, and here they are all zero
         assert engine.returned.tolist() == engine.model_states["model"].physical_to_logical_map.tolist()
     else:
         assert (engine.returned == expected).all()
@@ -217,7 +217,7 @@ def test_vllm_decides_for_profiles_and_elastic_scaling(state, arguments):
     assert engine.returned.tolist() == [[0, 1, 2, 3, 0, 2]] * LAYERS
 
 
-def test_vllm_decides_with_elastic_expert_parallelism(state, caplog):
+def test_vllm_decides_if_elastic_expert_parallelism_is_enabled(state, caplog):
     engine = state(enable_elastic_ep=True)
     fill(engine)
     engine.rearrange()
@@ -234,7 +234,7 @@ def test_vllm_decides_if_a_slot_is_empty(state):
     assert (new_LP == -7).all()
 
 
-def test_counts_that_every_rank_repeats_are_divided():
+def test_counts_that_every_rank_repeats_are_divided_by_the_number_of_ranks():
     heat_NLE = np.array([[[2, 4, 6]]])
     assert policy.without_copies(heat_NLE, 2).tolist() == [[[1, 2, 3]]]
     assert policy.without_copies(heat_NLE + np.array([0, 1, 0]), 2).tolist() == [[[2, 5, 6]]]
@@ -269,8 +269,8 @@ def test_the_plugin_installs_policy_mode(monkeypatch):
     assert installed == ["vllm"]
 
 
-def test_the_policy_may_be_called_on_another_thread(state):
-    """As in vLLM's asynchronous EPLB: the window is noted on the model's thread, and the policy runs on its own."""
+def test_the_policy_may_be_called_on_a_different_thread(state):
+    """As in vLLM's asynchronous EPLB, the window is stored on the model's thread, and the policy has its own thread."""
     engine = state()
     fill(engine)
     returned = []
@@ -344,7 +344,7 @@ def test_experts_return_to_their_initial_slots_before_weights_are_loaded(state):
 
 def test_weights_are_not_loaded_over_experts_that_asynchronous_eplb_has_moved(state):
     engine = moved(state, is_async=True)
-    with pytest.raises(RuntimeError, match="into the slots of others; start with --eplb-config"):
+    with pytest.raises(RuntimeError, match="into the wrong slots; start with --eplb-config"):
         engine.worker.reload_weights()
     assert engine.worker.loaded_into is None
 

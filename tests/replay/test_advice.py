@@ -73,7 +73,7 @@ def option_of(slots, par):
     return Option(str(slots), Setup(slots, 40, 40), 0.0, par, 0.1, 0.0)
 
 
-def test_more_slots_must_gain_a_tenth_of_the_possible_gain():
+def test_more_slots_must_bring_a_tenth_of_the_possible_gain():
     options = [option_of(4, 1.75), option_of(5, 1.249), option_of(6, 1.20), option_of(8, 1.161)]
     assert cheapest(options, left_alone=2.09).setup.slots == 5
     assert cheapest(options, left_alone=1.76).setup.slots == 6

@@ -18,7 +18,7 @@ def compared(folder: Path, first: Any, second: Any) -> Answers:
     return compare_answers(*paths)
 
 
-def test_lists_and_objects_are_compared(tmp_path: Path) -> None:
+def test_answers_in_lists_and_in_objects_are_compared(tmp_path: Path) -> None:
     assert str(compared(tmp_path, [[1, 2], [3]], [[1, 2], [3]])) == "2 of 2 answers equal (3 tokens compared)"
     assert compared(tmp_path, {"a": [1], "b": [2]}, {"b": [2], "c": [4]}) == Answers(1, 1, 1, 2, "")
     assert compared(tmp_path, {"1": [5]}, [[4], [5]]).equal == 1
@@ -27,7 +27,9 @@ def test_lists_and_objects_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "token"), [([1, 2, 4], 2), ([1, 2], 2), ([0, 2, 3], 0), ([1, 2, 3, 4], 3)]
 )
-def test_the_first_difference_is_named(tmp_path: Path, second: list[int], token: int) -> None:
+def test_the_first_difference_is_reported_by_request_and_token(
+    tmp_path: Path, second: list[int], token: int
+) -> None:
     result = compared(tmp_path, {"x": [1], "y": [1, 2, 3]}, {"x": [1], "y": second})
     assert result == Answers(2, 1, 4, 0, f"request y, token {token}")
 
@@ -38,10 +40,10 @@ def test_the_first_difference_is_named(tmp_path: Path, second: list[int], token:
         ("{", "a.json: cannot be read .not JSON"),
         ("[" * 100_000, "a.json: cannot be read .not JSON"),
         ("7", "is a single int; expected lists"),
-        ([[1, "2"]], "request 0 has no list of whole token ids"),
-        ([[1, 2.0]], "request 0 has no list of whole token ids"),
-        ([[True]], "request 0 has no list of whole token ids"),
-        ({"r": "text"}, "request r has no list of whole token ids"),
+        ([[1, "2"]], "request 0 has no list of integer token ids"),
+        ([[1, 2.0]], "request 0 has no list of integer token ids"),
+        ([[True]], "request 0 has no list of integer token ids"),
+        ({"r": "text"}, "request r has no list of integer token ids"),
         ({"other": [1]}, "have no request in common"),
     ],
 )

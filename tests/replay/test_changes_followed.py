@@ -30,7 +30,7 @@ FIRST = 64
 
 
 def workloads(*lengths: int, seed: int) -> Counts:
-    """Draw steps from one workload after another, each with expert popularities from gamma(0.35)."""
+    """Draw steps from one workload after another. Each one's expert popularities are drawn from gamma(0.35)."""
     generator = np.random.default_rng(seed)
     segments = []
     for length in lengths:
@@ -44,7 +44,7 @@ def workloads(*lengths: int, seed: int) -> Counts:
 def replayed(
     heat_TLE: Counts, at_a_time: int = 64, first: int = FIRST, costs: Costs | None = None
 ) -> tuple[np.ndarray, list[int]]:
-    """Return each step's PAR, averaged over layers, and the steps just before which decisions were made."""
+    """Return each step's PAR, averaged over layers, and, for each decision, the step that follows it."""
     (_, job) = jobs_for(["flashlb"], [Setup(SLOTS, 512, first)], PlannerSettings(threads=1), hindsight=False)
     decided: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -82,14 +82,16 @@ def test_a_change_is_followed_within_20_steps_of_any_later_switch(after: int) ->
 
 
 @pytest.mark.parametrize("new", [1, 3, 4, 10, 30, 60])
-def test_a_first_window_of_two_workloads_is_placed_for_the_newer_one(new: int) -> None:
+def test_a_first_window_with_two_workloads_leads_to_a_placement_for_the_newer_one(new: int) -> None:
     par_T, _ = replayed(workloads(FIRST - new, new + 60, seed=new), at_a_time=1)
     assert (par_T[max(20 - new, 0) :] < 1.3).all()
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 40), min_size=1, max_size=3))
-def test_decisions_fall_on_the_same_steps_for_any_scoring_batch_size(seed: int, lengths: list[int]) -> None:
+def test_decisions_are_made_at_the_same_steps_for_any_scoring_batch_size(
+    seed: int, lengths: list[int]
+) -> None:
     heat_TLE = workloads(FIRST, *lengths, seed=seed)
     _, one_by_one = replayed(heat_TLE, 1)
     assert replayed(heat_TLE, 16)[1] == one_by_one

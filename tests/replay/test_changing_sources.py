@@ -33,7 +33,7 @@ def prompts_on_other_ranks(seed: int) -> ArrayTrace:
     return ArrayTrace(source_TRLE.sum(axis=1), TraceFacts(ranks=RANKS), source_TRLE=source_TRLE)
 
 
-def test_sources_that_change_raise_no_alarm_and_promises_hold() -> None:
+def test_changing_sources_raise_no_alarm_and_promises_hold() -> None:
     settings = PlannerSettings(threads=1)
     (*_, job) = jobs_for(["flashlb"], [Setup(5, 256, 64)], settings, hindsight=False)
     scene = scene_for(RANKS, Costs.of(settings, LAYERS))

@@ -38,7 +38,9 @@ def test_moves_depend_on_expert_size_bandwidth_and_commit_cost() -> None:
     assert moves(policy, slow, bytes_per_expert=16 << 20) < moves(
         policy, PlannerSettings(), bytes_per_expert=16 << 20
     )
-    assert moves(policy, slow, bytes_per_expert=1000) > heavy, "bytes over bandwidth, not the link alone"
+    assert moves(policy, slow, bytes_per_expert=1000) > heavy, (
+        "the cost depends on bytes over bandwidth, not on bandwidth only"
+    )
     assert moves(policy, PlannerSettings(), bytes_per_expert=1000, commit_ms=50) < light
     assert moves(policy, PlannerSettings(layer_ms=0.001), bytes_per_expert=1000) < light
 
@@ -55,7 +57,9 @@ def test_charged_costs_follow_from_the_settings() -> None:
     assert costs.stall_ms(5, received=4, layers=2) == pytest.approx(4 * 0.1 * 0.2 + 2 * 3)
     assumed = costs_of(PlannerSettings())
     assert assumed.stall_ms(5, 0, 1) == pytest.approx(0.5 + 5 * (16 << 20) / 1e12 * 1e3)
-    assert assumed.layer_ms == pytest.approx(0.5 * 10 / TRACE.layers), "half of the step that is stated"
+    assert assumed.layer_ms == pytest.approx(0.5 * 10 / TRACE.layers), (
+        "the layers take half of the stated step time"
+    )
     assert costs_of(PlannerSettings(layer_ms=0.7)).layer_ms == 0.7
 
 
@@ -79,7 +83,7 @@ def test_the_sources_of_a_curve_and_of_a_stepwise_split_are_stated() -> None:
     fitted = replace(H200, fit=FitQuality(56, 14, 0.023, 0.05, 0.09))
     assumptions = assumptions_by_name(Costs(step_ms=30, curve=fitted), ("step_ms",))
     assert assumptions["cost_curve"].source.startswith("H200, 7168 x 2048, fp8; median error 2.3%")
-    assert "no fit is known" in assumptions_by_name(Costs(curve=H200))["cost_curve"].source
+    assert "fit quality unknown" in assumptions_by_name(Costs(curve=H200))["cost_curve"].source
     costs = Costs(curve=H200, split=SplitCost.of(PlannerSettings(split="step"), 8, 64))
     assert "assumed: one exchange of counts" in assumptions_by_name(costs)["split_overhead_us"].value
     assert "split_overhead_us" not in assumptions_by_name(replace(costs, curve=None))
@@ -114,7 +118,9 @@ def test_a_part_commits_at_the_first_vote_after_its_transfer(experts: int, passe
     # The first transfer begins two steps after a vote, so a transfer of two steps ends before the next vote.
     costs = Costs(step_ms=EXPERT_MS, solve_ms=0, bytes_per_expert=44_000_000)
     assert costs.arrival_steps(of([experts]), of([experts]), 99).tolist() == [10 + passes]
-    assert costs.arrival_steps(of([0]), of([experts]), 99).tolist() == [10 + passes], "the sender is as busy"
+    assert costs.arrival_steps(of([0]), of([experts]), 99).tolist() == [10 + passes], (
+        "sending takes as long as receiving"
+    )
 
 
 def test_the_layers_of_a_trace_represent_all_layers_of_the_model() -> None:

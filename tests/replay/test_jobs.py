@@ -50,9 +50,9 @@ def dies(heat_TLE, phy2log_LRS):
 
 
 @pytest.mark.parametrize("executors", [{"workers": 2}, {"ray": "local"}], ids=["processes", "ray"])
-def test_workers_return_the_result_of_one_process(file, executors):
+def test_workers_return_the_same_result_as_a_single_process(file, executors):
     if "ray" in executors:
-        pytest.importorskip("ray", reason="SWEEPS ON RAY ARE NOT TESTED: no ray here")
+        pytest.importorskip("ray", reason="SWEEPS ON RAY ARE NOT TESTED: ray is not installed")
     jobs = jobs_for(["none", "flashlb"], SETUPS, PlannerSettings())
     single_process = replay_file(file, jobs, scene_for(4), workers=1)
     assert reported(single_process) == reported(replay_file(file, jobs, scene_for(4), **executors))
@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_is_reported(file):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 
-def test_abandoning_work_terminates_its_processes():
+def test_closing_the_iterator_terminates_the_worker_processes():
     children = set(multiprocessing.active_children())
     work = completed(time.sleep, [(0.0,), (600.0,)], workers=2)
     assert next(work) == (0, None)
@@ -78,7 +78,7 @@ def test_abandoning_work_terminates_its_processes():
     assert set(multiprocessing.active_children()) <= children
 
 
-def test_damage_in_a_later_step_is_reported_with_the_trace(file):
+def test_damage_in_a_later_step_is_reported_with_the_name_of_the_trace(file):
     next((file.path / "heat" / "c").iterdir()).joinpath("0", "0").write_bytes(b"")
     jobs = jobs_for(["none"], SETUPS, PlannerSettings(), hindsight=False)
     with pytest.raises(HeatError, match=r"a\.zarr: heat/c/0/0/0 is"):
@@ -87,7 +87,7 @@ def test_damage_in_a_later_step_is_reported_with_the_trace(file):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 
-def test_a_missing_cluster_is_reported_at_once(file, monkeypatch):
+def test_a_missing_cluster_is_reported(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     jobs = jobs_for(["none"], SETUPS, PlannerSettings())
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:many"):

@@ -47,7 +47,7 @@ def test_policy_none_keeps_the_initial_placement_and_the_fixed_tables():
     assert score.floor == pytest.approx(np.mean(floors_L))
 
 
-def test_each_decision_equals_the_planners_on_its_window():
+def test_each_decision_equals_the_planners_decision_on_its_window():
     result = run(["deepseek"], settings=PlannerSettings(seed=2))
     settings = PlannerSettings(policy="deepseek", seed=2)
     placement = LINEAR
@@ -96,7 +96,8 @@ def test_a_decision_takes_effect_part_by_part_after_each_transfer(each: int) -> 
     late = run(["deepseek"], costs=costs, settings=settings).policies[0].decisions[0]
     decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
     served = LINEAR, LINEAR.default_log2phy()
-    # Each layer represents ``each`` layers of the model, each rotated by one more rank.
+    # A layer represents ``each`` layers of the model. The first is not rotated; every further one is rotated by one
+    # more rank.
     sent_LR, received_LR = (
         [
             np.roll(np.bincount(update.moves_M5[:, column], minlength=4), turn)
@@ -121,7 +122,7 @@ def test_a_decision_takes_effect_part_by_part_after_each_transfer(each: int) -> 
     assert late.par_realised_L == pytest.approx(par(np.concatenate(loads)))
 
 
-def test_no_decision_falls_during_a_transfer():
+def test_no_decision_is_made_during_a_transfer():
     costs = Costs(step_ms=1, solve_ms=22.5, bytes_per_expert=1)
     decisions = run(["deepseek"], costs=costs).policies[0].decisions
     assert [decision.late for decision in decisions[:2]] == [30, 7]
@@ -155,7 +156,7 @@ def test_time_and_bytes_follow_from_the_stated_costs():
     assert flashlb.stall_ms == pytest.approx(charged_ms / 90)
 
 
-def test_sweeps_score_the_same_steps():
+def test_all_setups_of_a_replay_are_scored_on_the_same_steps():
     setups = [Setup(slots, window, 20) for slots in (4, 5) for window in (20, 60)]
     result = run(["none", "flashlb"], setups=setups, hindsight=False)
     assert [policy.label for policy in result.policies] == [
@@ -280,7 +281,7 @@ def test_a_short_last_interval_is_weighted_by_its_steps():
         (Setup(5, 80, 40), 90, [40, 80]),
     ],
 )
-def test_decisions_follow_every_interval_from_the_end_of_the_first_window(setup, steps, first_steps):
+def test_a_decision_is_made_at_every_interval_after_the_first_window(setup, steps, first_steps):
     assert list(setup.decisions(steps)) == first_steps
 
 

@@ -94,7 +94,7 @@ def test_decisions_are_rare_on_stationary_heat() -> None:
     assert quiet.par_planned == quiet.par_seen
 
 
-def test_a_late_plan_takes_effect_late() -> None:
+def test_a_plan_takes_effect_once_it_has_been_solved_received_and_transferred() -> None:
     costs = Costs(step_ms=10, solve_ms=105, bytes_per_expert=1 << 20, link_bandwidth=1e3)
     (late,) = run(["flashlb"], costs=costs)
     (prompt,) = run(["flashlb"])

@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TraceFile:
     return TraceFile(path, ReadAs())
 
 
-def test_every_arm_is_scored_on_the_same_steps_as_by_a_replay(file: TraceFile) -> None:
+def test_every_arm_is_scored_on_the_same_steps_as_in_a_replay(file: TraceFile) -> None:
     result = made(file)
     assert [arm.name for arm in result.arms] == ["off", "deepseek", "ours", "forced balance"]
     assert {arm.par_T.size for arm in result.arms} == {128}
@@ -74,7 +74,7 @@ def test_too_few_steps_are_reported() -> None:
 
 
 def dealt(tokens: int, ranks: int, slots: int) -> list[list[int]]:
-    """Deal tokens over the slots one by one: first slot of each rank, then the second, and so on."""
+    """Deal tokens over the slots one by one: first to the first slot of each rank, then to the second, and so on."""
     loads = [[0] * slots for _ in range(ranks)]
     for token in range(tokens):
         loads[token % ranks][token // ranks % slots] += 1
@@ -109,7 +109,7 @@ def test_the_recorded_balance_is_an_arm_with_its_moves(tmp_path: Path) -> None:
     generator = np.random.default_rng(2)
     first = Placement.linear(2, 16, RANKS, SLOTS).phy2log_LRS
     second = first.copy()
-    # Layer 1 gets another expert in one slot, halfway through.
+    # Halfway through, one slot of layer 1 receives a different expert.
     second[1, 3, 4] = next(expert for expert in range(16) if expert not in first[1, 3])
     slot_heat_TLP = generator.integers(1, 30, (160, 2, RANKS * SLOTS))
     epoch_TL = np.zeros((160, 2), dtype=np.int64)
@@ -128,7 +128,7 @@ def test_the_recorded_balance_is_an_arm_with_its_moves(tmp_path: Path) -> None:
     assert proof.as_served(trace, SETUP, scene_for(RANKS)) is None
 
 
-def test_the_interval_of_independent_blocks_is_students() -> None:
+def test_independent_blocks_have_students_t_interval() -> None:
     ascending = np.sort(np.random.default_rng(0).normal(1.0, 0.3, 16))
     # Low and high values take turns, so that neighbours are not positively correlated.
     values = np.stack([ascending[:8], ascending[8:]], axis=1).ravel()
@@ -150,7 +150,7 @@ def test_intervals_contain_the_mean_as_often_as_they_claim(correlation: float) -
     assert 0.90 <= covered / 1000 <= 0.98
 
 
-def test_shares_contain_the_true_share_as_often_as_they_claim() -> None:
+def test_share_intervals_contain_the_true_share_as_often_as_they_claim() -> None:
     generator = np.random.default_rng(4)
     covered = 0
     for _ in range(1000):

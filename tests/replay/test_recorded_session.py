@@ -131,7 +131,7 @@ def changes_of(plan: Plan) -> list[Any]:
     return [(change.layer, change.phy2log_RS.tolist(), change.log2phy_RE.tolist()) for change in plan.layers]
 
 
-async def test_a_replay_decides_at_the_same_steps_with_the_same_plans_as_the_service() -> None:
+async def test_a_replay_makes_the_same_plans_at_the_same_steps_as_the_service() -> None:
     heat_TLE = workloads()
     recording = Recording()
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,11 @@ async def test_a_replay_decides_at_the_same_steps_with_the_same_plans_as_the_ser
     assert [step for step, _ in again.decisions] == [step for step, _ in recording.decisions]
     for (_, plan), (_, plan_again) in zip(recording.decisions, again.decisions, strict=True):
         assert changes_of(plan_again) == changes_of(plan)
-    assert sum(bool(plan.layers) for _, plan in recording.decisions) >= 2, "the workloads need two placements"
+    assert sum(bool(plan.layers) for _, plan in recording.decisions) >= 2, (
+        "the workloads must lead to at least two plans"
+    )
     with pytest.MonkeyPatch.context() as patch:
         unlimited = replayed(heat_TLE, recording, patch, cpu=False)
-    assert len(unlimited.decisions) > len(recording.decisions), "the recorded CPU costs delay decisions"
+    assert len(unlimited.decisions) > len(recording.decisions), (
+        "without CPU costs, there must be more decisions"
+    )

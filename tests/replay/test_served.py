@@ -75,7 +75,7 @@ def test_a_host_with_a_stepwise_split_is_scored_without_tables(recorded):
     assert result.baselines[0].par_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
 
 
-def test_slowest_ranks_are_timed_by_their_slots_real_tokens(recorded):
+def test_the_slowest_ranks_time_is_computed_from_its_slots_actual_tokens(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
     slots_TLP = dealt_one_by_one(SOURCE_TRLE, tables_RLE, RANKS * SLOTS)

@@ -75,7 +75,7 @@ def test_the_page_shows_every_figure_and_states_the_limits(proof: Proof) -> None
     assert "take effect at once" not in html
 
 
-def test_conclusions_compare_ours_with_every_balancer(proof: Proof) -> None:
+def test_conclusions_compare_our_planner_with_every_balancer(proof: Proof) -> None:
     ours, vllm, tokens = conclusions(proof, ANSWERS)
     assert re.match(
         r"Our planner lowers PAR from 1\.\d{3} to 1\.\d{3}, which is 6\d% ±\d% of the gain of forced", ours

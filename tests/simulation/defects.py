@@ -25,7 +25,7 @@ _BOUND_SECONDS = 600.0
 class Defect:
     """A bug: the function that it replaces, and the faults that expose it.
 
-    With ``heals``, its only symptom is that balancing does not recover.
+    If ``heals`` is true, the bug's only symptom is that balancing does not recover.
     """
 
     holder: Any

@@ -30,7 +30,7 @@ _SECRET = b"of this formation"
 
 
 class Engine:
-    """Ranks that meet, serve, and end together. ``number`` is the number of the engine's current life."""
+    """Engine whose ranks meet, serve, and end together. ``number`` is the number of its current life."""
 
     def __init__(self, world: Any, number: int) -> None:
         self.scheduler, self.network, self.shapes = world.scheduler, world.network, world.shapes
@@ -117,7 +117,7 @@ class Engine:
             ("cannot be reached", gone),
             ("aborted vote", gone),
         ):
-            # The rank's first datagram may have been lost a second after it began to wait.
+            # The rank's first datagram may have been lost a second after the rank began to wait.
             silent = self.network.was_silent(self.ranks[rank].name, seconds - 1.0)
             self._world.excused |= cause in reason and silent
         self.scheduler.note(f"rank {rank}", reason)
@@ -128,7 +128,7 @@ class Engine:
         misfits.missed, misfits.doubled = max(0, misfits.missed - 1), max(0, misfits.doubled - 1)
         process = self.ranks[rank]
         for _ in range(calls):
-            # A host may survive an interrupt.
+            # A host may catch an interrupt and continue.
             with suppress(KeyboardInterrupt), failing_lines(process):
                 agent.step()
 

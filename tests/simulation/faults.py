@@ -92,7 +92,7 @@ class Faults:
         return f"presence links between {pair[0].name} and {pair[1].name} for {seconds} s"
 
     def rejected_in_a_commit(world: Any) -> str:
-        """A firewall rejects all new traffic to one rank that is late at a commit, while the vote links stay open."""
+        """Reject all new traffic to a rank that is late at a commit, as a firewall would. The vote links stay open."""
         victim = world.random.choice(world.engine.ranks)
         seconds = world.random.choice((2.0, 20.0))
         late = world.random.choice((0.4, 1.5, 3.0))
@@ -110,8 +110,8 @@ class Faults:
     def outcome_on_one_rank(world: Any) -> str:
         """Let only one rank learn that a layer is committed, and isolate that rank.
 
-        The rank is late, so the others are already in doubt. A firewall closes the rank's presence links and rejects
-        all datagrams. Once the rank has the outcome, the vote link between two of the others breaks.
+        The rank is late, so its peers are already in doubt. A firewall closes the rank's presence links and rejects
+        all datagrams. Once the rank has the outcome, the vote link between two of its peers breaks.
         """
         network = world.network
         seconds = world.random.choice((5.0, 60.0, 120.0))
@@ -130,7 +130,7 @@ class Faults:
         return f"for {seconds} s"
 
     def cut_and_failing_install(world: Any) -> str:
-        """Cut a link at a commit and make an install fail on the other side."""
+        """Cut a link at a commit and make the install fail on one of the link's two ranks."""
         pair = world.random.sample(world.engine.ranks, 2)
         seconds = world.random.choice((0.5, 5.0))
 
@@ -141,9 +141,7 @@ class Faults:
                 world.engine.failing_installs[world.engine.ranks.index(pair[1])] = 1
 
         world.network.aimed.append(begin)
-        return (
-            f"between {pair[0].name} and {pair[1].name} for {seconds} s, and the install fails on the second"
-        )
+        return f"between {pair[0].name} and {pair[1].name} for {seconds} s, and the install fails on {pair[1].name}"
 
     def abort_and_late_end(world: Any) -> str:
         """Abort a plan while one rank's transfer is still running; that transfer ends only during the next plan."""
@@ -152,10 +150,10 @@ class Faults:
         world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
         other = world.engine.ranks[(rank + 1) % world.shapes.ranks]
         other.failing["eplb-transfer"] = world.random.randint(1, 6), MemoryError
-        return f"rank {rank} ends {seconds} s late, {other.name} aborts"
+        return f"the transfer on rank {rank} ends {seconds} s late, and {other.name} aborts"
 
     def exception_anywhere(world: Any) -> str:
-        """Raise an error between any two lines of the agent that a rank's model thread runs."""
+        """Raise an error between any two lines of agent code that a rank's model thread runs."""
         rank = world.rank()
         lines = world.random.randint(1, 4000)
         world.engine.ranks[rank].failing_line = lines
@@ -204,13 +202,13 @@ class Faults:
     def withhold(world: Any) -> str:
         if world.service is not None:
             world.service.withheld = 0.3
-        return "plans reach some ranks only"
+        return "plans reach only some ranks"
 
     def call_off(world: Any) -> str:
-        """Call off the plan in progress, at once or when all ranks are ready to commit a layer."""
+        """Call off the plan in progress, either immediately or when all ranks are ready to commit a layer."""
         if world.calls.random() < 0.5:
             called = world.service is not None and world.service.call_off()
-            return "at once" if called else "none, because no plan is in progress"
+            return "immediately" if called else "none, because no plan is in progress"
         world.network.aimed_at_ballots.append(lambda: world.service is None or world.service.call_off())
         return "in the next vote for which all ranks are ready"
 

@@ -1,4 +1,4 @@
-"""Raise errors between any two lines of the agent, on a simulated model's thread."""
+"""Raise errors between any two lines of agent code, on a simulated model's thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.simulation.scheduler import Process
 _GUARD = "_contained.<locals>.contain.<locals>.call"
 """Name of the function that contains errors.
 
-No errors are raised in its own lines, because no Python code could catch an error in the first one.
+No errors are raised in its own lines, because no Python code could catch an error in the first line.
 """
 
 
 @contextmanager
 def failing_lines(process: Process) -> Iterator[None]:
-    """Raise a ``MemoryError`` in this context at the n-th line of agent code; n is the process's ``failing_line``."""
+    """Within the context, raise a ``MemoryError`` at the n-th line of agent code; n is ``process.failing_line``."""
     if not process.failing_line:
         yield
         return

@@ -45,7 +45,7 @@ class SimulatedLayer:
 
 @dataclass
 class Misfits:
-    """A host's deviations from one call per pass: missed calls, repeated calls, and surplus counted passes."""
+    """A host's deviations from one call per pass: missed calls, repeated calls, and passes counted twice."""
 
     missed: int = 0
     doubled: int = 0
@@ -53,11 +53,11 @@ class Misfits:
 
 
 class Model:
-    """Forward passes of one engine's ranks. A pass runs on all devices once every rank has queued it.
+    """Model of one engine, which runs forward passes. A pass runs on all devices once every rank has queued it.
 
     A pass uses each rank's memory as it was when that rank queued the pass. Hosts run up to ``ahead`` calls ahead of
-    their devices; with 1, a host waits for each pass. The number of passes between two calls is the same on all ranks:
-    the value of ``stride`` when the first rank queues them.
+    their devices. If ``ahead`` is 1, a host waits for each pass. The number of passes between two calls is the same on
+    all ranks: the value of ``stride`` when the first rank queues them.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Model:
                 wrong = np.flatnonzero((held[routes] != wanted).any(axis=1))
                 if wrong.size:
                     self._breach(
-                        f"WRONG TOKENS in pass {self.passes}: layer {layer}, rank {rank} sends expert {wrong[0]}'s "
-                        f"to a slot that holds {held[routes[wrong[0]]].tolist()}"
+                        f"WRONG TOKENS in pass {self.passes}: layer {layer}, rank {rank} sends the tokens of "
+                        f"expert {wrong[0]} to a slot that holds {held[routes[wrong[0]]].tolist()}"
                     )
                     return
         self._right.add(served)

@@ -24,7 +24,7 @@ _PROGRESS = 4
 class Network:
     """The network between all hosts.
 
-    The rates are the fractions of datagrams that each kind of fault affects while it lasts.
+    The rates are the fractions of datagrams that each kind of fault affects while the fault lasts.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -38,7 +38,7 @@ class Network:
         self.aimed: deque[Callable[[], None]] = deque()
         self.aimed_at_ballots: deque[Callable[[], None]] = deque()
         self.aimed_at_first: deque[Callable[[str], None]] = deque()
-        """Called with the name of the first rank that waits for the others at a commit."""
+        """Called with the name of the first rank that waits for its peers at a commit."""
         self._cut: dict[frozenset[str], float] = {}
         self._silent: dict[frozenset[str], float] = {}
         """Time of the first lost datagram since the last delivered one, for each pair of processes."""
@@ -62,7 +62,7 @@ class Network:
         return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
-        """Return whether all datagrams between this process and any other one were once lost for ``seconds``."""
+        """Return True if all datagrams between this process and some other process were once lost for ``seconds``."""
         for pair in self._silent:
             self._record_silence(pair)
         return any(name in pair and silence >= seconds for pair, silence in self._longest_silence.items())
@@ -79,12 +79,12 @@ class Network:
         self._links_end[frozenset((one, other))] = self.scheduler.now + seconds
 
     def links_ended(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether the presence link between two addresses has closed and has not been reopened."""
+        """Return True if the presence link between two addresses has closed and has not been reopened."""
         pair = frozenset(self.sockets[each].process.name for each in (one, other) if each in self.sockets)
         return self._links_end.get(pair, 0.0) > self.scheduler.now
 
     def links_carry(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether two processes can exchange messages now: both run, and the path is not cut."""
+        """Return True if two processes can exchange messages now: both run, and the path is not cut."""
         ends = [self.sockets[each].process for each in (one, other) if each in self.sockets]
         if len(ends) < 2 or self.links_ended(one, other) or self.is_cut(*(end.name for end in ends)):
             return False
@@ -206,7 +206,7 @@ class Socket:
 
 
 class Mesh:
-    """Links between all pairs of ranks in one process group. They close when the first handle is released."""
+    """Mesh of links between all ranks of one process group. The links close when the first handle is released."""
 
     def __init__(self, network: Network, name: str, size: int) -> None:
         self.network = network
@@ -220,9 +220,9 @@ class Mesh:
         self._pending: dict[int, set[Work]] = {rank: set() for rank in range(size)}
 
     def join(self, rank: int, process: Process, seconds: float) -> Handle:
-        """Wait until all ranks have joined. Raises ``RuntimeError`` if they do not."""
+        """Wait until all ranks have joined. Raises ``RuntimeError`` if they do not join in time."""
         if rank in self.handles or self.broken_at:
-            raise RuntimeError(f"{self.name}: its links are broken")
+            raise RuntimeError(f"{self.name}: the links are broken")
         opened = Event(process)
         self.handles[rank] = (process, opened)
         handle = Handle(self, rank, process)
@@ -259,7 +259,7 @@ class Mesh:
         del self._reduced[number]
         if len({len(values) for _, values in parts.values()}) > 1:
             self.network.breaches.append(
-                f"{self.name}: collectives of different lengths meet, so the process exits"
+                f"{self.name}: ranks are in collectives of different lengths, so gloo would terminate the process"
             )
         lowest = [min(column) for column in zip(*(values for _, values in parts.values()), strict=False)]
         scheduler = self.network.scheduler
@@ -284,7 +284,8 @@ class Mesh:
         data, target = (tensor, matched) if sent else (matched, tensor)
         if data.numel() != target.numel():
             self.network.breaches.append(
-                f"{self.name}: parcels of different sizes meet, so the process exits"
+                f"{self.name}: the sender's and the receiver's sizes of a parcel differ, so gloo would terminate the "
+                "process"
             )
             return work
         scheduler = self.network.scheduler
@@ -425,7 +426,7 @@ class SimulatedLinks:
         self._carry(self._addresses[rank], message, self.hear)
 
     def ended(self, rank: int) -> bool:
-        """Return whether the link has closed and cannot be reopened.
+        """Return True if the link has closed and cannot be reopened.
 
         A link cannot be reopened if a firewall blocks it or the process is gone.
         """

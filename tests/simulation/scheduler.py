@@ -85,12 +85,12 @@ class Thread:
         self.ended.wait(timeout)
 
     def wake(self, wait: int, woken: bool = True) -> None:
-        """End the thread's wait with this number, so that the thread continues when its turn comes."""
+        """End the thread's wait number ``wait``, so that the thread continues when its turn comes."""
         scheduler = self.process.scheduler
         scheduler.at(scheduler.soon(), lambda: self._turn(wait, woken))
 
     def wait(self, timeout: float | None) -> bool:
-        """Yield to other threads until woken or until the timeout expires. Return whether the thread was woken."""
+        """Yield to other threads until woken or until the timeout expires. Return True if the thread was woken."""
         process = self.process
         if not process.alive:
             raise GreenletExit
@@ -105,7 +105,7 @@ class Thread:
         return woken
 
     def end(self) -> None:
-        """Unwind the thread because its process has exited. It can no longer wait."""
+        """Unwind the thread because its process has exited. The thread can no longer wait."""
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
@@ -176,14 +176,14 @@ class Process:
         for call in self.on_end:
             call()
 
-    # Runtime of an agent
+    # Runtime interface for the agent
 
     def now(self) -> float:
         self._fail() if self.failing else None
         return self._began + (self.scheduler.now - self._began) / self.drift
 
     def _fail(self) -> None:
-        """Raise this thread's scheduled error once the thread has read the clock the given number of times."""
+        """Raise this thread's scheduled error once the thread has read the clock the scheduled number of times."""
         thread: Thread | None = getattr(getcurrent(), "thread", None)
         if thread is None or thread.process is not self or thread.name not in self.failing:
             return

@@ -188,7 +188,7 @@ class Service(control_plane.ControlPlane):
 
 @contextlib.contextmanager
 def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -> Iterator[None]:
-    """In this context, give services the simulation's clock, disk and threads, and report their errors as breaches."""
+    """Give services in the context the simulation's clock, disk and threads, and report their errors as breaches."""
 
     def now() -> float:
         return _EPOCH + scheduler.now

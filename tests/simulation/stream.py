@@ -57,7 +57,7 @@ class Call:
         else:
             process.later(0.1, self.cancel)
 
-    # The agent's end
+    # Interface for the agent
 
     def __iter__(self) -> Call:
         return self
@@ -78,13 +78,13 @@ class Call:
 
     cancel = end
 
-    # The service's end
+    # Interface for the service
 
     async def read(self) -> Any:
         return await self._inbox.get()
 
     async def write(self, answer: Any) -> None:
-        """Send to the rank.
+        """Send ``answer`` to the rank.
 
         Plans are the only messages passed as bytes. They are lost while the service's host withholds plans.
         """

@@ -23,7 +23,7 @@ LAYERS = 8
 SLOTS = 3
 
 
-def test_replay_costs_match_the_defaults_of_the_agent() -> None:
+def test_replay_costs_match_the_agents_defaults() -> None:
     settings = AgentSettings(service="127.0.0.1:1")
     assert (settings.vote_interval, vote._VOTE_LAG) == (costs.VOTE_INTERVAL, costs.VOTE_LAG)
     idle = vote._IDLE_INTERVALS * settings.vote_interval

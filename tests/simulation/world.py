@@ -23,9 +23,9 @@ from tests.simulation.scheduler import Scheduler
 from tests.simulation.service import DEPLOYMENT, Disk, Service, simulated
 
 _QUIET_PASSES = 50
-"""Number of passes before the first fault, in which the ranks vote and receive a first plan."""
+"""Number of passes before the first fault, during which the ranks vote and receive a first plan."""
 _FAULTY_PASSES = 200
-"""Number of passes in which faults happen."""
+"""Number of passes during which faults happen."""
 BOUND_SECONDS = 1800.0
 """Maximum number of seconds from the last fault to the next completed plan."""
 _RESTART_SECONDS = 5.0
@@ -60,7 +60,7 @@ class World:
     """One run with one seed.
 
     ``kinds`` are the faults to draw from and ``many`` is their number. By default, all kinds may be drawn and their
-    number is random. With a ``bound`` of 0, the run does not wait for balancing to recover and only checks for
+    number is random. If ``bound`` is 0, the run does not wait for balancing to recover and only checks for
     forbidden states.
     """
 
@@ -110,8 +110,7 @@ class World:
 
     def run(self) -> Outcome:
         logging.disable(logging.CRITICAL)
-        # Links close when their last reference is dropped, so garbage must be collected at moments that the run
-        # determines.
+        # Links close when their last reference is dropped, so the run itself must determine when garbage is collected.
         gc.disable()
         try:
             with simulated(self.scheduler, self.disk, self.breach):
@@ -142,16 +141,16 @@ class World:
         log = tuple(self.scheduler.log)
         return Outcome(self.seed, tuple(self.breaches), *ran, healed_after, len(self.faults), log)
 
-    # Start and end of the parts
+    # Starting and stopping the service and the engine
 
     def start_service(self) -> None:
         try:
             self.service = Service(self.scheduler, self.service_settings)
         except StoreError as error:
-            self._note(f"no service starts: {error}")
+            self._note(f"the service cannot start: {error}")
             self.later(1.0, lambda: self.service or self.start_service())
         else:
-            self._note(f"a service of term {self.service.leader_term} is there")
+            self._note(f"a service with leader term {self.service.leader_term} has started")
 
     def stop_service(self) -> None:
         if self.service is not None:
@@ -195,7 +194,7 @@ class World:
         deployment = service.deployments[DEPLOYMENT]
         served = {(one.installed.epoch, one.installed.digest) for one in self.engine.agents.values()}
         if deployment.plan is None and {deployment.live and deployment.live.version} != served:
-            self.breach("the service does not know the layout of the ranks")
+            self.breach("the service does not know the ranks' layout")
         plans = service.writer.store.plans(DEPLOYMENT)
         if service.writer.failing or sum(not plan.outcome for plan in plans) > (deployment.plan is not None):
             self.breach(f"the store lacks the outcomes of plans: {service.writer.failing}")
@@ -204,14 +203,14 @@ class World:
         return self.plans_done + (self.service.done if self.service else 0)
 
     def _look(self) -> None:
-        """Restart the engine if it has exited, and report a breach if a rank stopped for no good reason."""
+        """Restart the engine if it has exited, and report a breach if a rank stopped without a valid cause."""
         engine = self.engine
         # An error between a vote's outcome and the install of its layer must end the engine. Other ranks may learn of
         # the error but not its reason.
         due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
             if not (self.excused or any(one in reason for one in due)):
-                self.breach(f"rank {rank} stopped serving without need: {reason}")
+                self.breach(f"rank {rank} stopped serving without a valid cause: {reason}")
         if engine.over:
             self._note("the engine is restarted")
             self.passes += engine.model.passes
@@ -240,10 +239,10 @@ class World:
         return [(moment, self.random.choice(self.kinds)) for moment in moments]
 
     def stride(self) -> int:
-        """Return the number of passes to run at once.
+        """Return the number of passes to run between two calls.
 
-        One second's worth of passes is run at once if all faults are over and the agents' states have not changed for a
-        while.
+        A second's worth of passes is run between two calls if all faults are over and the agents' states have not
+        changed for a while.
         """
         states = [agent._switch.state for agent in self.engine.agents.values()]
         alike = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
@@ -253,7 +252,7 @@ class World:
         return max(1, int(1.0 / self.shapes.pass_seconds)) if waits else 1
 
     def _gathers_heat(self) -> bool:
-        """Return whether the next plan waits for steps of heat."""
+        """Return True if the next plan waits for heat from more steps."""
         deployment = self.service and self.service.deployments.get(DEPLOYMENT)
         heard = all(agent.votes_lost is None for agent in self.engine.agents.values())
         return heard and (deployment is None or deployment.plan is None)

@@ -67,7 +67,7 @@ def checked_index(index: Any) -> Any:
     if isinstance(index, (int, np.integer)) and index < 0:
         raise IndexError(f"index {index} wraps around")
     if isinstance(index, np.ndarray) and index.dtype.kind == "i" and (index < 0).any():
-        raise IndexError(f"an index of {index} wraps around")
+        raise IndexError(f"an index in {index} wraps around")
     return index
 
 

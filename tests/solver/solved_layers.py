@@ -43,7 +43,7 @@ def solve(
 
 
 def assert_servable(answer: LayerResult, deployed_RS: np.ndarray, experts: int) -> None:
-    """Check that a result is a valid layout, leaves experts in their slots, and counts its moves."""
+    """Check that a result is a valid layout, keeps remaining experts in their slots, and has the right move count."""
     placed_RS = answer.candidate.phy2log_RS
     check_layer(placed_RS, experts)
     assert np.bincount(placed_RS.ravel(), minlength=experts).max() <= len(placed_RS)

@@ -29,7 +29,7 @@ def annealed(layer: PlacedLayer, tries: int, seed: int) -> tuple[np.ndarray, flo
     before_RS = layer.phy2log_RS.copy()
     actual_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
     check_layer(actual_RS, layer.case.experts)
-    np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "the placement given is left alone")
+    np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "annealing modified its input placement")
     assert not np.shares_memory(actual_RS, layer.phy2log_RS)
     ratio = true_ratio(layer, actual_RS)
     assert ratio <= true_ratio(layer, before_RS) * (1 + 1e-5)

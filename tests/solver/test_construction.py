@@ -1,4 +1,4 @@
-"""Placements are legal and place the hottest experts first. Tree search rates replica counts by their placement."""
+"""Placements are legal and place the hottest experts first. Tree search rates replica counts by placing them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def greedy_peak(layer: PlacedLayer) -> float:
 
 @SETTINGS
 @given(cases(), Z, st.integers(1, 5), st.integers(0, 2), st.integers(1, 4), st.integers(1, 5))
-def test_leaves_are_legal_and_rated_by_their_placement(
+def test_search_leaves_are_legal_and_rated_by_their_placement(
     case: Case, z: float, groups: int, spread: int, beam: int, leaves: int
 ) -> None:
     layer = PlacedLayer(case, z)
@@ -164,7 +164,9 @@ def is_greedy_within_groups(layer: PlacedLayer, replicas_E: np.ndarray) -> bool:
 
 @settings(max_examples=40)
 @given(cases(most_ranks=4, most_slots=2, kinds=(*PLAIN, "bursty", "alternating")))
-def test_a_full_width_search_returns_the_best_counts_that_are_greedy_in_groups(case: Case) -> None:
+def test_a_full_width_search_returns_the_best_replica_counts_that_are_greedy_within_groups(
+    case: Case,
+) -> None:
     layer = PlacedLayer(case, 0.0)
     spare = case.ranks * case.slots - case.experts
     all_KE = np.array(list(slow.all_counts(case.experts, case.ranks, case.slots)), dtype=np.int32)

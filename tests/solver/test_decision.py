@@ -43,7 +43,7 @@ def test_results_are_valid_layouts(
         assert answer.candidate.par == 1.0
         assert answer.taken == (KEEP if warm else FRESH)
     elif not case.heat_NE[:, 1:].any():
-        # At most all ranks share the one hot expert.
+        # At best, the one hot expert has all redundant replicas, at most one per rank.
         holders = min(case.ranks, case.ranks * case.slots - case.experts + 1)
         assert answer.candidate.par >= case.ranks / holders - 1e-4
     scaled_EN, share_N = heat.normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)

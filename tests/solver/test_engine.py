@@ -97,7 +97,7 @@ def test_layers_beyond_the_time_budget_fail_with_that_reason(monkeypatch: pytest
     monkeypatch.setattr(engine.time, "monotonic", lambda: next(now))
     answers = solved(HEAT_LNE, budget_ms=2.5)
     assert [isinstance(answer, OutOfTimeError) for answer in answers] == [False, False, True, True, True]
-    assert str(answers[2]) == "the time budget (budget_ms) of 2.5 ms ran out before this layer"
+    assert str(answers[2]) == "the time budget (budget_ms) of 2.5 ms ran out before this layer was started"
 
 
 SETTINGS = settings(max_examples=60)

@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @SETTINGS
 @given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
-def test_normalised_heat_has_the_mean_and_covariance_of_the_twin(case: Case, z: float) -> None:
+def test_normalised_heat_has_the_mean_and_covariance_of_the_slow_twin(case: Case, z: float) -> None:
     layer = PlacedLayer(case, z)
     expected = heat.normalise(case.heat_NE, layer.weight_N, case.ranks)
     for value, twin in zip(layer.heat, expected, strict=True):
@@ -46,7 +46,7 @@ def test_normalised_heat_has_the_mean_and_covariance_of_the_twin(case: Case, z: 
     np.testing.assert_allclose(expert_heat(layer.heat32, z), expected_E, rtol=1e-4, atol=1e-3 * case.ranks)
 
 
-def test_risk_survives_a_variance_rounded_below_zero() -> None:
+def test_risk_treats_a_variance_rounded_below_zero_as_zero() -> None:
     assert risk(np.float32(2.0), np.float32(4.0), 1.5) == 5.0
     assert risk(np.float32(2.0), np.float32(-1e-9), 1.5) == 2.0
 

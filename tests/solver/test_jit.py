@@ -22,7 +22,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_even_if_there_is_no_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     original = numba.njit
 
     def njit(**options: object) -> object:

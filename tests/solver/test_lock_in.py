@@ -1,4 +1,4 @@
-"""A layer whose placement has become bad is placed from scratch even if no smaller change helps it."""
+"""A layer whose placement has become bad is placed from scratch even if no smaller change improves it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_hot_experts(share: float, hot: int, shape: tuple[int, int, int], seed: 
 @pytest.mark.parametrize(
     ("before", "after", "hot"), [(0.3, 0.7, 1), (0.5, 0.9, 1), (0.4, 0.8, 2), (0.7, 0.1, 1)]
 )
-def test_a_change_of_the_hottest_experts_leads_to_a_new_placement(
+def test_after_a_change_in_the_hottest_experts_a_warm_decision_is_as_good_as_a_new_placement(
     shape: tuple[int, int, int], before: float, after: float, hot: int, split: str
 ) -> None:
     for seed in range(2):

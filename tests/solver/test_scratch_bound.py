@@ -1,4 +1,4 @@
-"""The planner rarely searches from scratch in vain, which keeps decisions within their CPU budget."""
+"""The planner rarely searches from scratch after the first decision, which keeps decisions within their CPU budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eplb_core.solver import layer as layer_module
 
 
 @pytest.mark.parametrize("kind", ["drift", "bursty"])
-def test_few_layers_are_searched_from_scratch_without_a_gain(kind: str) -> None:
+def test_at_most_one_layer_in_ten_is_searched_from_scratch_after_the_first_decision(kind: str) -> None:
     layers = 4
     look_back = 128
     interval = 24

@@ -1,6 +1,7 @@
-"""The search for stepwise splits never raises the cost, charges for its moves, and beats placements for even splits.
+"""The search for stepwise splits never raises the cost and charges for its moves.
 
-Its relaxed splits are valid, equal those of a slow twin, and approach the optimum.
+Its placements beat those made for even splits. Its relaxed splits are valid, equal those of a slow twin, and approach
+the optimum.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def test_a_search_never_raises_the_cost(case: Case, seed: int, price: float) -> 
         check_layer(result_RS, case.experts)
         moves = sum(not home_ER[e, r] for r, row in enumerate(result_RS) for e in row)
         if heat.share_N.any():
-            # Optimal splits cost at most as much as the relaxed ones that the search compares.
+            # Optimal splits cost no more than the relaxed ones that the search compares.
             assert mean_optimum(result_RS, heat.scaled_EN, heat.share_N) + slot_price * moves <= before + 1e-4
 
 
@@ -170,7 +171,7 @@ def test_scenarios_keep_each_steps_total_and_differ_from_the_mean() -> None:
     assert not share_N.any()
 
 
-def test_the_next_window_splits_better_than_under_a_placement_for_even_splits() -> None:
+def test_the_next_window_is_split_better_than_under_a_placement_made_for_even_splits() -> None:
     generator = np.random.default_rng(7)
     share_LE = np.exp(generator.normal(0, 0.8, (3, 32)))
     share_LE /= share_LE.sum(axis=1, keepdims=True)

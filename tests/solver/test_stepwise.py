@@ -55,7 +55,7 @@ def test_the_level_is_the_optimum_of_the_linear_program(case: Case, seed: int) -
     np.testing.assert_allclose(flow_P.reshape(phy2log_RS.shape).sum(axis=1), load_R, atol=1e-6 * scale)
 
 
-def test_each_episode_has_its_optimal_level() -> None:
+def test_the_peak_of_each_episode_is_optimal() -> None:
     generator = np.random.default_rng(0)
     phy2log_RS = random_placement(5, 3, 9, generator)
     heat = heat_of(np.vstack([generator.integers(1, 90, (3, 9)), np.zeros((1, 9))]), 5)
@@ -87,7 +87,7 @@ def test_whole_tokens_are_split_optimally(case: Case, seed: int) -> None:
 
 @settings(max_examples=30)
 @given(cases(most_ranks=6), SEEDS)
-def test_fractional_tokens_are_split_optimally_and_rounding_leaves_no_traces(case: Case, seed: int) -> None:
+def test_fractional_tokens_are_split_optimally_and_without_rounding_residues(case: Case, seed: int) -> None:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     for heat_E, tokens_P in zip(
         case.heat_NE, slots_by_step(case.heat_NE[:, None], phy2log_RS[None], False)[:, 0], strict=True

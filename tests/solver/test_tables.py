@@ -132,7 +132,7 @@ def test_solved_tables_are_never_worse_than_the_fixed_rule(scene: Sources) -> No
         check_log2phy(table_E, scene.phy2log_RS)
 
 
-def test_solved_tables_gain_much_if_sources_are_uneven() -> None:
+def test_solved_tables_bring_a_large_gain_if_sources_are_uneven() -> None:
     heat_NE = np.random.default_rng(2).integers(50, 150, (4, 12)).astype(float)
     scene = Sources(Case(8, 3, heat_NE), 1.0, 8, "uneven", 4)
     assert scene.solved()[1] < scene.par(scene.rule_GE) - 0.1
@@ -146,14 +146,15 @@ def company(table_GE: np.ndarray) -> list[list[list[bool]]]:
 RELIEVED_BUT_HIGHER = Case(4, 2, np.array([[85.0, 64, 51, 27, 31], [5, 8, 2, 18, 81]]))
 """A case with a deceptive swap.
 
-It relieves the hottest rank on the scale before the swap, but raises the smooth maximum from 5.486 to 5.623.
+Measured on the scale from before the swap, the hottest rank is relieved, but the smooth maximum rises from 5.486 to
+5.623.
 """
 
 
 @SETTINGS
 @example(Sources(RELIEVED_BUT_HIGHER, 1.0, 1, "uniform", 0))
 @given(scenes(cases(most_ranks=5, most_slots=3), 5))
-def test_swaps_through_tables_stop_when_no_swap_cools_the_hottest_rank(scene: Sources) -> None:
+def test_swap_through_tables_stops_when_no_swap_cools_the_hottest_rank(scene: Sources) -> None:
     layer = scene.layer
     z = layer.z
     share_GE = scene.share_GE.astype(float)
@@ -176,7 +177,7 @@ def test_swaps_through_tables_stop_when_no_swap_cools_the_hottest_rank(scene: So
 @SETTINGS
 @example(Sources(RELIEVED_BUT_HIGHER, 1.0, 1, "uniform", 0))
 @given(scenes(cases(most_ranks=5, most_slots=3), 5))
-def test_swaps_through_tables_never_raise_the_par_of_a_candidate(scene: Sources) -> None:
+def test_swap_through_tables_never_raises_the_par_of_a_candidate(scene: Sources) -> None:
     layer = scene.layer
     table_GE = scene.rule_GE
     current = Layer(layer.heat32, deployed_on(scene.phy2log_RS, scene.share_GE, table_GE))
@@ -195,7 +196,7 @@ def test_swaps_through_tables_never_raise_the_par_of_a_candidate(scene: Sources)
 
 @SETTINGS
 @given(scenes(cases(), 6))
-def test_tables_follow_replicas_into_other_slots(scene: Sources) -> None:
+def test_tables_follow_replicas_that_change_slots(scene: Sources) -> None:
     case = scene.layer.case
     deployed_RS = random_placement(case.ranks, case.slots, case.experts, scene.layer.generator)
     kept_RS, _ = keep_slots(scene.phy2log_RS, deployed_RS)
@@ -205,7 +206,7 @@ def test_tables_follow_replicas_into_other_slots(scene: Sources) -> None:
         check_log2phy(table_E, kept_RS)
 
 
-def test_swaps_through_tables_choose_the_best_swap() -> None:
+def test_swap_through_tables_chooses_the_best_swap() -> None:
     compared = 0
     for seed in range(40):
         generator = np.random.default_rng(seed)

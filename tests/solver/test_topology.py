@@ -28,7 +28,7 @@ def two_placements(shape: tuple[int, int, int], seed: int) -> tuple[np.ndarray, 
 
 @SETTINGS
 @given(shapes(8, 5), SEEDS, st.integers(1, 4))
-def test_rows_go_to_the_ranks_that_hold_most_of_them(
+def test_rows_go_to_the_ranks_that_hold_most_of_their_experts(
     shape: tuple[int, int, int], seed: int, nodes: int
 ) -> None:
     new_RS, deployed_RS = two_placements(shape, seed)
@@ -58,7 +58,9 @@ def test_experts_that_remain_on_a_rank_keep_their_slots(shape: tuple[int, int, i
 
 @SETTINGS
 @given(shapes(8, 5), SEEDS, st.integers(1, 4))
-def test_the_nearest_least_busy_holder_sends(shape: tuple[int, int, int], seed: int, nodes: int) -> None:
+def test_each_expert_is_sent_by_the_least_busy_of_its_nearest_holders(
+    shape: tuple[int, int, int], seed: int, nodes: int
+) -> None:
     new_RS, deployed_RS = two_placements(shape, seed)
     kept_RS, moves = keep_slots(new_RS, deployed_RS)
     nodes_R = np.random.default_rng(seed).integers(0, nodes, len(new_RS)).astype(np.int32)

@@ -40,9 +40,9 @@ def served(heat_TE: np.ndarray, split: HostSplit, first_step: int = 0, curve: np
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 30, 200])
 @pytest.mark.parametrize("deals", [False, True])
-def test_peaks_and_loads_have_the_distribution_of_the_twin(tokens: int, deals: bool) -> None:
+def test_peaks_and_loads_have_the_distribution_of_the_slow_twin(tokens: int, deals: bool) -> None:
     if deals and tokens > 30:
-        pytest.skip("many tokens are dealt by the normal approximation, tested below")
+        pytest.skip("many tokens are dealt by a normal approximation, which is tested separately")
     steps = 1500
     generator = np.random.default_rng(tokens)
     odds_E = np.array([0.4, 0.15, 0.1, 0.05, *[0.05] * 6])
@@ -62,7 +62,7 @@ def test_peaks_and_loads_have_the_distribution_of_the_twin(tokens: int, deals: b
     assert result.us_TK.mean() == pytest.approx(slow_us, rel=0.02)
 
 
-def test_peaks_tokens_and_jumps_follow_from_the_loads() -> None:
+def test_the_loads_determine_the_peaks_the_tokens_and_the_jumps() -> None:
     heat_TE = np.random.default_rng(0).poisson(3.0, (50, EXPERTS))
     heat_TE[7] = 0
     result = served(heat_TE, without_tables())

@@ -166,7 +166,7 @@ def test_alternating_heat_is_not_trimmed() -> None:
     assert not choose_forecast(episodes_of(heat_NE, RANKS), np.array([math.inf])).trimmed
 
 
-def test_means_are_not_trimmed_for_few_episodes_or_if_disabled() -> None:
+def test_means_are_not_trimmed_if_there_are_few_episodes_or_trimming_is_disabled() -> None:
     half_life_H = np.array([math.inf])
     heat_NE = with_bursts_of(2 * MIN_STEPS_TO_TRIM, 64, 5)
     assert choose_forecast(episodes_of(heat_NE, RANKS), half_life_H).trimmed
@@ -174,7 +174,7 @@ def test_means_are_not_trimmed_for_few_episodes_or_if_disabled() -> None:
     assert not choose_forecast(episodes_of(heat_NE[2:], RANKS), half_life_H).trimmed
 
 
-def test_experts_that_are_mostly_silent_keep_their_untrimmed_mean() -> None:
+def test_experts_that_mostly_have_no_tokens_keep_their_untrimmed_mean() -> None:
     past = episodes_of(np.eye(6)[:, :4] * 12, RANKS)
     np.testing.assert_allclose(_trimmed_mean(*past), past.scaled_EN @ past.share_N, rtol=1e-6)
 

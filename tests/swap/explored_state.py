@@ -74,7 +74,7 @@ class Faults(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One or two plans, the initial layouts, the state machine, and the variants of the protocol around it.
+    """Explored scenario: one or two plans, initial layouts, a state machine, and variants of the surrounding protocol.
 
     Each layer of a plan moves one expert to one rank. A rank's staging buffer holds ``rows`` experts.
     """
@@ -146,7 +146,7 @@ class State:
         )
 
     def _in_canonical_order(self, keys: list[tuple[Any, ...]]) -> list[Any]:
-        """Return the ranks' keys in canonical order, each with the peers that the rank knows are in doubt."""
+        """Return the ranks' keys in canonical order, each with the peers that the rank knows to be in doubt."""
         hashes = [hash(key) for key in keys]
         in_doubt = [frozenset[int]()] * RANKS
         if self.vote is not None:

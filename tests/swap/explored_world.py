@@ -1,7 +1,7 @@
 """Model of three ranks, two plans and every fault, small enough to explore exhaustively.
 
 The state machines are the real ones. The rest of an agent (votes, register, transfers, staging, commit) is modelled
-after ``swap/driver.py``. The checks of ``promises.py`` run after each event.
+after ``swap/driver.py``. The checks in ``promises.py`` run after each event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker_agent.swap.machine import (
 
 
 class World(State):
-    """A state, its possible events (``events``) and their successor states (``after``)."""
+    """A state, the events that are possible in it (``events``), and the state after each event (``after``)."""
 
     def events(self) -> Iterator[Event]:
         """Yield every event that is possible in this state."""
@@ -79,7 +79,7 @@ class World(State):
             yield ("reform",)
 
     def after(self, event: Event) -> World:
-        """Return the successor state. Raises ``Broken`` if it violates a promise."""
+        """Return the successor state. Raises ``Broken`` if it violates an invariant."""
         world: World = self.copy()
         kind, *arguments = event
         happen(getattr(world, f"_{kind}"), *arguments)
@@ -137,7 +137,7 @@ class World(State):
         self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation, "failed")
 
     def _error(self, rank: int) -> None:
-        """Make a rank fail outside a commit: it leaves the votes and settles the current one."""
+        """Make a rank fail outside a commit: it stops voting and settles the current vote."""
         self.faults = self.faults._replace(errors=self.faults.errors - 1)
         if self.vote is not None and rank in self.vote.pending:
             if self.scenario.settles_errors:
@@ -165,7 +165,7 @@ class World(State):
             outcome = outcome.unconfirmed()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:
-            must(rank in self.fatal, "kept serving although its peers serve a different placement")
+            must(rank in self.fatal, "kept serving although its peers use a different placement")
         self._counted(rank)
 
     def _impatient(self, rank: int) -> None:
@@ -217,7 +217,7 @@ class World(State):
             self._settled(rank, settled)
 
     def _refused(self, rank: int, peer: int) -> None:
-        """Reject a datagram to a live peer. This has no effect because the link between them is open."""
+        """Reject a datagram to a live peer. This has no effect, because the link to the peer is open."""
         self.faults = self.faults._replace(refusals=self.faults.refusals - 1)
         if self.scenario.refusal_is_death:
             self._counts_as_gone(rank, peer)
@@ -267,7 +267,7 @@ class World(State):
         self.forwards = _incremented(self.forwards, rank)
 
     def _drift(self, rank: int) -> None:
-        """Let the rank's host run one queued forward pass ahead of its device."""
+        """Let the rank's host queue one more forward pass ahead of its device."""
         self.faults = self.faults._replace(drifts=self.faults.drifts - 1)
         self.ahead = _incremented(self.ahead, rank)
 
@@ -286,11 +286,11 @@ class World(State):
         )
         if not self.vote.pending:
             if self.scenario.waits_for_installs and self.lost and len(self.vote.installed) < RANKS:
-                # Ranks that have installed the part stop, because a peer does not confirm its own install.
+                # Ranks that have installed the part stop, because a peer has not confirmed its install.
                 self.fatal |= self.vote.installed
             voting = frozenset(range(RANKS)) - self.lost - self.fatal
             positions = {self.collectives[peer] for peer in voting}
-            must(len(positions) <= 1, "ranks are at different collectives of one link")
+            must(len(positions) <= 1, "ranks are in different collectives on the same link")
             self.vote = None
             self.forwards = (0,) * RANKS
             self.ahead = self.collectives = (0,) * RANKS

@@ -60,10 +60,12 @@ def scenarios(faults: Faults) -> list[Scenario]:
     assert len(astray) == RANKS
     return [
         Scenario("two services, one base", (_LONG_PLAN, plan_from(FIRST, 2, 2, 0)), faults),
-        Scenario("the older service's plan comes late", (_LONG_PLAN, plan_from(_AFTER_ONE, 2, 0, 0)), faults),
+        Scenario(
+            "the older service's plan arrives late", (_LONG_PLAN, plan_from(_AFTER_ONE, 2, 0, 0)), faults
+        ),
         Scenario("a plan after an abort halfway", (_LONG_PLAN, plan_from(_AFTER_ONE, 2, 2, 0)), faults),
         Scenario("a plan after a whole plan", (_LONG_PLAN, plan_from(_AFTER_BOTH, 2, 1, 0)), faults),
-        Scenario("a rank that serves another placement", (_LONG_PLAN,), faults, starts=astray),
+        Scenario("a rank that uses a different placement", (_LONG_PLAN,), faults, starts=astray),
         Scenario(
             "two parts, and a plan after the first",
             (_PLAN_OF_PARTS, plan_from(_AFTER_BOTH, 2, 2, 0)),
@@ -91,7 +93,7 @@ def in_parallel(function: Callable[[Any], Any], arguments: Iterable[Any]) -> Ite
 
 
 def main() -> None:
-    """Walk all scenarios, then hunt the mutants. Exit with code 1 if a promise is broken or a mutant survives."""
+    """Walk all scenarios, then hunt the mutants. Exit with code 1 if an invariant is violated or a mutant survives."""
     from tests.swap.mutants import hunt
 
     sys.exit(not report(in_parallel(walk, all_scenarios()), hunt()))

@@ -243,5 +243,5 @@ def _walked(name: str) -> tuple[str, Walk]:
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
-    """Yield each mutant's name and walk. A walk without a broken promise means that the mutant survived."""
+    """Yield each mutant's name and walk. A mutant survives if its walk violates no invariant."""
     yield from in_parallel(_walked, broken_scenarios())

@@ -28,7 +28,7 @@ _PADDING = 64
 def tagged(tensor: torch.Tensor, number: int = NZ) -> torch.Tensor:
     """Return a copy of the tensor at the start of a padded storage in this format."""
     padded = torch.zeros(tensor.numel() + _PADDING, dtype=tensor.dtype)
-    # Tags go by address, so the storage is kept alive; otherwise, a new storage could reuse the address.
+    # Tags are keyed by address, so keep the storage alive. Otherwise, a new storage could reuse its address.
     _TAGS[padded.untyped_storage().data_ptr()] = number
     _KEPT.append(padded)
     return padded[: tensor.numel()].view(tensor.shape).copy_(tensor)

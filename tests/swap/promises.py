@@ -1,4 +1,4 @@
-"""Checks of ARCHITECTURE.md's promises in the explored world, at each action and in every state."""
+"""Checks of the switch protocol's invariants in the explored world, at each action and in every state."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_start(state: State, rank: int, action: StartTransfer, started: Running
     """Check a rank that starts a transfer."""
     fits = len(started.layers) in (1, *range(1, state.scenario.rows + 1))
     must(fits, "began a transfer that does not fit in staging")
-    must(state.transfers[rank] is None, "began a transfer while another ran")
-    must(state.staged[rank] is None, "reused staging before its commit")
+    must(state.transfers[rank] is None, "began a transfer while another was running")
+    must(state.staged[rank] is None, "reused staging before the staged experts were committed")
     for lane, generation in state.dirty_lanes:
         late = lane == action.lane and generation < action.generation
         must(not late, "began a transfer on a lane that still carries late bytes")
@@ -62,18 +62,18 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
         "committed the staged experts of a different transfer",
     )
     must(len(set(state.forwards)) == 1, "committed after a different forward pass than its peers")
-    must(len(set(vote.truths)) == 1, "committed although its peers serve a different placement")
+    must(len(set(vote.truths)) == 1, "committed although its peers use a different placement")
     for running in state.transfers:
         reads = running is not None and set(running.layers) & set(indices)
         must(not reads, "overwrote sources that a rank was still sending")
     plan = next(plan for plan in state.scenario.plans if plan.plan_id == action.plan_id)
     begin = action.before.epoch - plan.base_epoch
     part = tuple(update.layer for update in plan.layers[begin : begin + len(indices)])
-    must(part == indices, "committed a layer out of turn")
+    must(part == indices, "committed layers out of order")
     epochs = [installed.epoch for installed in action.installed]
     must(
         epochs == list(range(action.before.epoch + 1, action.before.epoch + 1 + len(indices))),
-        "lost an epoch",
+        "committed layers whose epochs are not consecutive",
     )
 
 
@@ -85,20 +85,20 @@ def check_state(state: State) -> None:
     for rank, machine in enumerate(state.machines):
         must(
             rank in state.fatal or state.weights[rank] == machine.installed.tags,
-            "slots hold weights of other experts than the map says",
+            "slots hold weights of experts other than those in the map",
         )
         has_plan = machine.plan is not None
         must(has_plan == (machine.progress != Progress.IDLE), "its progress does not match its plan")
         wishes = machine.abort_wish is not None or machine.called_off
         must(has_plan or not wishes, "asks to abort a plan that it no longer holds")
         if machine.progress == Progress.READY:
-            must(state.staged[rank] is not None, "READY without staged experts")
+            must(state.staged[rank] is not None, "is READY although no experts are staged")
         vote = state.vote
         cast = vote.ballots[rank] if vote is not None and rank in vote.pending else None
         if cast is not None and cast.commits:
             plan = machine.plan
             kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
-            must(kept, "withdrew a READY before the vote was counted")
+            must(kept, "withdrew its READY ballot before the vote was counted")
     if state.vote is None:
         must(len(state.fatal) in (0, RANKS), "keeps serving although a rank could not install a layer")
     if state.vote is None and not state.fatal and len(set(state.scenario.starts)) == 1:

@@ -46,12 +46,14 @@ def test_a_live_peer_that_rejects_datagrams_still_decides_the_vote() -> None:
         peer.peers._socket.shutdown(socket.SHUT_RDWR)
     peer.peers._socket.close()
     assert peer.register.may_commit(2, has_outcome=True)
-    assert asker.register.may_commit(2, has_outcome=False), "the answer comes over the link"
+    assert asker.register.may_commit(2, has_outcome=False), "the answer did not arrive over the link"
     peer.peers._answer = lambda _: None
     with pytest.raises(FatalSwitchError, match=r"ranks \[1\] did not answer"):
         asker.register.may_commit(3, has_outcome=False)
     peer.peers.close()
-    assert not asker.register.may_commit(4, has_outcome=False), "a peer whose link has also ended is gone"
+    assert not asker.register.may_commit(4, has_outcome=False), (
+        "a peer whose link has also ended counts as alive"
+    )
 
 
 def test_ranks_that_ask_each_other_simultaneously_agree() -> None:

@@ -1,4 +1,4 @@
-"""The NCCL and HCCL groups: their calls, the order of the calls, and options that never let them kill the process."""
+"""The NCCL and HCCL groups: their calls in order, and options that keep the libraries from killing the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN = Parcel(1, torch.zeros(3, dtype=torch.uint8))
 
 
 class FakeLibrary:
-    """Fake process group that records its calls, and the environment variables at the time of its construction."""
+    """Fake process group that records its calls, and the environment variables that are set when it is constructed."""
 
     log: list[str] = []  # noqa: RUF012 - emptied by each test
     options: Any = None
@@ -76,7 +76,9 @@ def test_nccl_error_handling_and_timeouts_are_disabled(library, monkeypatch) -> 
     assert library.options.config.max_ctas <= 8
 
 
-def test_a_torch_without_nccl_names_the_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_torch_without_nccl_names_the_setting_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RuntimeError, match="built without NCCL; set EPLB_AGENT_TRANSFER_BACKEND=gloo"):
         _NcclGroup(dist.HashStore(), 1, 3, CPU)

@@ -43,7 +43,7 @@ class FakeGroup:
 
 
 class FakeHost:
-    """Handshake that every peer joins, except the ``absent`` ones."""
+    """Fake host lane whose handshake every peer joins. If ``absent`` is true, the handshake times out."""
 
     def __init__(self, log: list[str], *, absent: bool = False) -> None:
         self._log = log
@@ -52,7 +52,7 @@ class FakeHost:
 
     def meet(self, outgoing: list[Parcel], incoming: list[Parcel], deadline: Deadline) -> None:
         if self._absent:
-            raise TimeoutError("no peer came")
+            raise TimeoutError("no peer joined")
         self._log += [f"meet {peer}" for peer in sorted({parcel.peer for parcel in (*outgoing, *incoming)})]
         if self.sends is not None:
             check_announced(incoming[0].peer, torch.tensor([self.sends, 0]), incoming)
@@ -121,7 +121,7 @@ def test_a_lane_that_cannot_be_aborted_keeps_its_memory(aborts, monkeypatch) -> 
 
 
 class OneLane:
-    """Rank 0's lanes, which always return the same lane."""
+    """Stand-in for rank 0's ``Lanes``, whose ``lane`` always returns the same lane."""
 
     rank = 0
     device = CPU
@@ -138,7 +138,7 @@ class OneLane:
 
 
 def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorker:
-    # The fake peers send no checksums.
+    # The fake peers send no checksums, so transfers cannot be verified.
     settings = {"verify_transfers": False, **settings}
     return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))
 

@@ -1,4 +1,4 @@
-"""Exploration of layer switches: every promise holds in all interleavings, and every mutant is caught."""
+"""Exploration of layer switches: every invariant holds in all interleavings, and every mutant is caught."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.swap.mutants import hunt
         pytest.param(Faults(skips=1, impatience=1), LATE, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_keeps_every_promise(faults: Faults, scenario: int) -> None:
+def test_no_interleaving_violates_an_invariant(faults: Faults, scenario: int) -> None:
     """Only the small scenarios are walked here; `make explore` walks all of them and prints the state counts."""
     result = walk(scenarios(faults)[scenario])
     assert result.broken is None, result.broken

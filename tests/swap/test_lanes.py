@@ -1,4 +1,4 @@
-"""The choice of a transfer library for a device, and transfers over every kind of lane."""
+"""Tests for choosing a device's transfer library, and for transfers over every kind of lane."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def test_the_device_type_selects_the_library(device_type: str) -> None:
     ("backend", "device_type", "supported"),
     [("nccl", "npu", "cuda"), ("hccl", "cuda", "npu"), ("nccl", "cpu", "cuda")],
 )
-def test_a_library_for_another_device_type_is_rejected(backend, device_type, supported) -> None:
+def test_a_library_for_a_different_device_type_is_rejected(backend, device_type, supported) -> None:
     with pytest.raises(
-        ValueError, match=f"between {supported} devices, but they are on {device_type} here; set it to auto"
+        ValueError,
+        match=f"between {supported} devices, but the experts are on {device_type} here; set transfer_backend to auto",
     ):
         choose_backend(backend, device_type)
 
 
 MOVES = [(2, 0, 0, 2, 0), (0, 1, 1, 0, 0), (0, 3, 2, 1, 0), (1, 2, 2, 3, 0)]
-"""A ring of moves, plus one more. Columns: source rank and slot, destination rank and slot, expert."""
+"""A ring of moves, plus one further move. Columns: source rank and slot, destination rank and slot, expert."""
 
 
 def exchange_experts(make_lanes: Callable[[AgentGroup], Lanes], device: torch.device = CPU) -> None:
@@ -83,7 +84,7 @@ def _exchange_over(backend: str, kind: str) -> None:
     [("auto", "cpu", 0), ("gloo", "like a device", 0), ("gloo", "cuda", 1), ("auto", "cuda", RANKS)],
 )
 def test_experts_arrive_intact_over_every_kind_of_lane(backend: Any, kind: str, gpus: int) -> None:
-    """On GPUs, gloo transfers experts through host memory, and NCCL directly. NCCL needs one GPU per rank."""
+    """On GPUs, gloo copies experts through host memory, whereas NCCL sends them directly. NCCL needs a GPU per rank."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"this machine has fewer than {gpus} GPUs")
     run_ranks(RANKS, _exchange_over, choose_backend(backend, "cpu" if kind != "cuda" else kind), kind)

@@ -51,7 +51,7 @@ def test_a_filter_accepts_its_hosts_and_loopback_addresses() -> None:
         _attach(opened, _filter_program(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
         assert _accepts(opened, "127.0.0.1")
         assert _accepts(opened, "127.8.9.10")
-        # Without the clause for loopback addresses, the filter compares whole addresses.
+        # This program has no clause for loopback addresses, so it compares whole addresses.
         for source in ("127.0.0.2", "127.0.0.3"):
             program = _filter_program(socket.AF_INET, ["10.0.0.7", "127.0.0.2", "127.0.0.3"])[4:]
             _attach(opened, program)
@@ -61,7 +61,7 @@ def test_a_filter_accepts_its_hosts_and_loopback_addresses() -> None:
         program = _filter_program(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
         _attach(opened, program)
         assert _accepts(opened, "::1")
-        # Without the first half of the program, which accepts ::1, that address is rejected.
+        # The first half of the program accepts ::1. If it is removed, that address is rejected.
         _attach(opened, program[len(program) // 2 :])
         assert not _accepts(opened, "::1")
 
@@ -88,7 +88,7 @@ def test_ports_reject_connections_after_the_links_are_open_and_votes_continue() 
     assert [ballot.tolist() for ballot in ballots] == [[5, -2]] * 3
     for number in range(5):
         _opened(groups, f"lane/{number}")
-    assert _descriptors() <= held + 3, "abandoned lanes leave no descriptors behind"
+    assert _descriptors() <= held + 3, "abandoned lanes have left descriptors behind"
 
 
 def test_a_stranger_that_connects_in_place_of_a_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A rank's state machine gives the reason when it rejects or drops a plan. The explorer covers several ranks."""
+"""A rank's state machine gives the reason when it rejects or drops a plan. The explorer tests several ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ HELD, _ = NEW.offer(PLAN, 0, FIRST.digest)
         (NEW.lose_votes("a link broke")[0], PLAN, "the ranks are not voting: a link broke"),
         (HELD, plan_from(FIRST, 2, 2, 1), "plan 1 is still in progress"),
         (replace(NEW, transfer_runs=True), PLAN, "still running"),
-        (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, but this rank serves epoch 0"),
+        (NEW, plan_from(FIRST.with_layer(0, 1, 1), 2, 2, 0), "from epoch 1, but this rank is at epoch 0"),
         (
             NEW,
             PLAN._replace(base_digest=5),
-            "starts from the placement with digest 0x5 in epoch 0, but this rank serves",
+            "starts from the placement with digest 0x5 in epoch 0, but this rank's placement has digest",
         ),
     ],
 )
-def test_a_rejected_plan_names_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
+def test_a_rejection_states_its_reason(machine: SwitchState, plan: object, reason: str) -> None:
     _, (status,) = machine.offer(plan, 0, FIRST.digest)
     assert status.state is PlanState.REFUSED
     assert reason in status.reason
@@ -57,7 +57,7 @@ def test_a_plan_checked_against_a_stale_placement_is_rejected() -> None:
         (HELD.at_step(9), "not all ranks received the plan within 8 steps"),
     ],
 )
-def test_a_dropped_plan_reports_the_first_reason(machine: SwitchState, reason: str) -> None:
+def test_the_status_of_a_dropped_plan_states_the_first_reason(machine: SwitchState, reason: str) -> None:
     assert machine.ballot.abort == (machine is not HELD)
     later = machine.with_pause("a later reason") if machine.ballot.abort else machine
     after, (status,) = later.decide(VoteOutcome.unanimous(PLAN.digest).with_abort())
@@ -101,7 +101,7 @@ def test_a_called_off_plan_ends_only_after_its_transfer() -> None:
     assert (after.plan, after.lane, status.state) == (None, 0, PlanState.CALLED_OFF)
 
 
-def test_a_layer_voted_ready_before_the_call_off_is_committed() -> None:
+def test_a_layer_that_was_ready_in_a_vote_before_the_call_off_is_committed() -> None:
     """The plan ends at the next layer, after all ranks have started its transfer."""
     plan = plan_from(FIRST, 1, 2, 0, 1)
     held, _ = NEW.offer(plan, 0, FIRST.digest)

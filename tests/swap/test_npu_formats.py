@@ -1,4 +1,4 @@
-"""Transfers of experts in the NPU's private formats, for which torch_npu only sends whole storages."""
+"""Transfers of experts in the NPU's private formats, whose tensors torch_npu sends only as whole storages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOVES = [(0, 0, 1, 1, 0), (1, 0, 0, 1, 1)]
 
 
 class QuantisedLayer:
-    """Two slots of W8A8 experts as stored by vLLM-Ascend: lists of NZ tensors, and scales in ND format."""
+    """Layer with two slots of W8A8 experts, stored as in vLLM-Ascend: lists of NZ tensors, and scales in ND format."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(rank)
@@ -79,7 +79,7 @@ def moved(backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["hccl", "gloo"])
-def test_quantised_deepseek_experts_arrive_intact_and_verified(backend: str) -> None:
+def test_quantised_deepseek_experts_arrive_intact_and_are_verified(backend: str) -> None:
     formats = [npu_formats.NZ, npu_formats.NZ, npu_formats.ND, npu_formats.ND]
     expected = {"error": None, "equal": [True] * 4, "formats": formats, "handshakes": 1, "sums": 1}
     assert run_ranks(2, moved, backend) == [expected] * 2
@@ -96,7 +96,7 @@ def _send_from_the_middle() -> str:
     return ""
 
 
-def test_a_tensor_in_blocks_that_starts_inside_its_storage_is_rejected() -> None:
+def test_a_tensor_in_a_block_format_is_rejected_if_it_starts_inside_its_storage() -> None:
     assert run_ranks(1, _send_from_the_middle)[0].startswith(
         "expert 7 in the NPU's format 29 begins in the middle"
     )
@@ -120,7 +120,7 @@ def test_the_device_checksum_detects_changed_and_reordered_bytes(size: int) -> N
     assert checksum([random_bytes[:-1]]) == checksum([random_bytes[:-1].clone()])
 
 
-def test_no_lane_is_opened_after_two_timed_out_on_the_device(monkeypatch) -> None:
+def test_no_lane_is_opened_after_two_transfers_timed_out_on_the_device(monkeypatch) -> None:
     monkeypatch.setattr(lane_module, "_LOST_LANES", [None] * MAX_LOST_LANES)
     lanes: Any = object.__new__(Lanes)
     lanes._open = None
@@ -129,7 +129,7 @@ def test_no_lane_is_opened_after_two_timed_out_on_the_device(monkeypatch) -> Non
         lanes.lane(3)
 
 
-def test_transfers_pause_to_keep_their_share_of_the_link() -> None:
+def test_transfers_pause_to_stay_within_their_share_of_the_link() -> None:
     budget = ByteBudget(None, share=0.25)
     began = time.monotonic()
     budget.rest(0.02, 1000, longest=5.0)
@@ -139,7 +139,7 @@ def test_transfers_pause_to_keep_their_share_of_the_link() -> None:
     budget.open()
     budget.rest(1.0, 1000, longest=5.0)
     assert time.monotonic() - began < 0.5, (
-        "the model runs no forward passes that the transfer could slow down"
+        "paused although the model runs no forward passes that the transfer could slow down"
     )
     budget.refill()
     ByteBudget(1, share=0.25).rest(1.0, 1000, longest=5.0)

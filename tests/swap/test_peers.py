@@ -23,16 +23,16 @@ from worker_agent.swap.group import AgentGroup, _reachable
 from worker_agent.swap.peers import PeerGoneError, Peers
 
 
-def test_keys_of_one_rank_are_read_by_its_peers() -> None:
+def test_a_key_that_one_rank_sets_can_be_read_by_its_peers() -> None:
     first, second = joined(2)
     first.store.set("key", b"value")
     second.store.wait(["key"], timedelta(seconds=20))
     assert second.store.get("key") == b"value"
     assert second.store.check(["key"])
-    assert not second.store.check(["no key"])
-    assert first.peers.address[0] == "127.0.0.1", "bound to the configured address"
-    with pytest.raises(TimeoutError, match="no rank set no key within"):
-        second.store.wait(["no key"], timedelta(seconds=0.1))
+    assert not second.store.check(["absent"])
+    assert first.peers.address[0] == "127.0.0.1", "not bound to the configured address"
+    with pytest.raises(TimeoutError, match="no rank set 'absent' within"):
+        second.store.wait(["absent"], timedelta(seconds=0.1))
 
 
 def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
@@ -52,7 +52,9 @@ def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
     assert second.register.may_commit(7, has_outcome=True)
 
 
-def test_opening_links_asks_each_peer_fewer_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_asks_each_peer_fewer_than_four_times_while_opening_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = 16
     attempts = []
     ask_once = Peers._ask_once
@@ -70,7 +72,7 @@ def test_a_failure_is_announced_to_all_live_peers(monkeypatch: pytest.MonkeyPatc
     gone.peers.close()
     began = time.monotonic()
     first.fail("rank 0: no memory")
-    assert time.monotonic() - began < 30, "no rank waits for the closed one"
+    assert time.monotonic() - began < 30, "a rank waited for the closed rank"
     assert [group.failure for group in (first, second, third)] == ["rank 0: no memory"] * 3
     # A rank that misses the announcement learns of the failure when it next asks.
     third.failure = None
@@ -101,11 +103,11 @@ def test_a_failure_to_answer_is_reported_and_the_retry_is_answered() -> None:
 
     def fail_once(_: bytes) -> bytes:
         second.peers._answer = answer
-        raise MemoryError("no memory to answer")
+        raise MemoryError("out of memory")
 
     second.peers._answer = fail_once
     assert first.peers.ask([1], b"i0", 20.0) == {1: b"+"}
-    assert second.peers.complaint == "failed to answer a peer: MemoryError: no memory to answer"
+    assert second.peers.complaint == "failed to answer a peer: MemoryError: out of memory"
 
 
 def test_only_members_can_open_links() -> None:
@@ -116,7 +118,7 @@ def test_only_members_can_open_links() -> None:
     second.open(b"secret", 1, addresses, lambda _: None)
     assert first.unlinked() == second.unlinked() == []
     forge(first)
-    assert first.unlinked() == [], "the forger has not replaced the member"
+    assert first.unlinked() == [], "the forger has replaced the member"
     assert not first._links.ended(1)
     second.close()
     wait_until(lambda: first._links.ended(1))
@@ -128,7 +130,7 @@ def forge(victim: Peers) -> None:
         forger.sendall((1).to_bytes(4, "big") + bytes(16))
         assert len(forger.recv(48, socket.MSG_WAITALL)) == 48
         forger.sendall(bytes(32))
-        assert forger.recv(1) == b"", "its proof was rejected"
+        assert forger.recv(1) == b"", "the forger's proof was accepted"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -213,7 +215,7 @@ def reject_datagrams(*groups: AgentGroup) -> None:
         group.peers.runtime = Firewalled()
 
 
-def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> None:
+def test_a_vote_is_settled_over_the_links_if_no_datagrams_arrive() -> None:
     first, second, _ = joined(3, patience=600.0)
     reject_datagrams(first)
     began = time.monotonic()
@@ -230,8 +232,10 @@ def test_a_vote_is_settled_over_the_links_if_datagrams_are_lost_for_good() -> No
 @pytest.mark.parametrize(
     "missing", ["the rejected datagram", "the end of the link", "the end of the vote link"]
 )
-def test_a_peer_is_gone_only_if_its_datagrams_its_link_and_the_votes_have_ended(missing: str) -> None:
-    """Each of the three signs can also occur with a live peer."""
+def test_a_peer_is_gone_only_if_datagrams_are_rejected_and_both_its_link_and_the_vote_link_have_ended(
+    missing: str,
+) -> None:
+    """Each of these three signs can also occur while the peer is alive."""
     first, second = joined(2)
     first.peers.vote_link_ended = lambda: missing != "the end of the vote link"
     if missing != "the rejected datagram":
@@ -271,7 +275,7 @@ def test_a_rank_waits_for_a_slow_install_on_its_peers() -> None:
     late.join()
 
 
-def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
+def test_an_install_that_times_out_is_fatal_and_the_error_names_the_rank() -> None:
     first, second, _ = joined(3, patience=0.2)
     second.installed_vote = 4
     with pytest.raises(FatalSwitchError, match=r"ranks \[2\] did not install within 0.2 s"):
@@ -279,7 +283,7 @@ def test_an_install_that_times_out_is_fatal_and_names_the_rank() -> None:
 
 
 def test_a_committed_rank_stops_if_a_peer_seems_gone_before_confirming_its_install() -> None:
-    """A network fault has the same signs as the end of the peer, which may still serve the old placement."""
+    """The peer may not have exited: after a network fault, it may still use the old placement."""
     first, second = joined(2, patience=0.4)
     second.peers.close()
     with pytest.raises(FatalSwitchError, match="rank 1 has exited or cannot be reached, and did not confirm"):
@@ -295,7 +299,7 @@ def test_a_peer_that_is_unreachable_for_a_moment_still_decides_the_vote(committe
     with ThreadPoolExecutor(1) as pool:
         settled = pool.submit(first.register.may_commit, 7, has_outcome=False)
         time.sleep(0.3)
-        assert not settled.done(), "the rank waits"
+        assert not settled.done(), "the rank did not wait for its peer"
         assert second.register.may_commit(7, has_outcome=committed) == committed
         first.peers._links.ended = ended
         assert settled.result() == committed
@@ -328,10 +332,10 @@ def test_a_closing_rank_tells_its_peers_which_vote_it_installed_last(vote: int) 
             FatalSwitchError, match="rank 1 closed its agent without installing the layers of vote 5"
         ):
             third.wait_for_installs(vote)
-    assert time.monotonic() - began < 20, "no rank waits for the closed one"
+    assert time.monotonic() - began < 20, "a rank waited for the closed rank"
 
 
-def test_a_stale_attempt_does_not_make_a_peer_leave_the_votes() -> None:
+def test_a_stale_attempt_does_not_make_a_peer_stop_voting() -> None:
     """Datagrams may be delivered again seconds later, so a replayed one must not stop balancing."""
     first, second = joined(2)
     second.formed_attempt = 3

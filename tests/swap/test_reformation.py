@@ -18,7 +18,7 @@ _DEADLINE_SECONDS = 20
 
 
 class _FailAt:
-    """Raise a ``MemoryError`` once, at the n-th executed line of ``Reformation.rest``; n is ``number``."""
+    """Context manager that raises a ``MemoryError`` at the ``number``-th executed line of ``Reformation.rest``."""
 
     def __init__(self, number: int) -> None:
         self.remaining = number
@@ -41,7 +41,7 @@ class _FailAt:
 
 
 class _Link:
-    """Vote link on which, at the first comparison, a peer seems to have queued one more forward pass."""
+    """Vote link whose first comparison looks as if a peer has queued one more forward pass."""
 
     queues_compared = 0
 
@@ -85,7 +85,7 @@ def _reformation() -> Reformation:
 
 
 @pytest.mark.parametrize("line", range(1, 31))
-def test_an_error_at_any_line_of_rest_only_delays_the_new_vote_link(
+def test_an_error_while_agreeing_on_a_pass_number_only_delays_the_new_vote_link(
     monkeypatch: pytest.MonkeyPatch, line: int
 ) -> None:
     monkeypatch.setattr(module, "_INITIAL_BACKOFF_SECONDS", 0.001)

@@ -42,7 +42,9 @@ def test_a_draw_waits_until_the_budget_is_positive() -> None:
         st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=40
     )
 )
-def test_rounds_contain_every_move_once_and_use_each_rank_once(pairs: list[tuple[int, int]]) -> None:
+def test_rounds_contain_every_move_once_and_a_rank_sends_and_receives_at_most_once_per_round(
+    pairs: list[tuple[int, int]],
+) -> None:
     moves_M5 = np.array([(source, 0, target, 0, 0) for source, target in pairs], dtype=np.int32).reshape(
         -1, 5
     )
@@ -60,7 +62,7 @@ def test_staging_is_reused_while_it_fits_and_freed_when_dropped() -> None:
     (first,) = staging.reserve([weights], [3])
     (smaller,) = staging.reserve([weights], [2])
     assert staging.nbytes == 3 * 4 * (6 + 5), (
-        "memory for three float32 experts, although two are reserved now"
+        "expected memory for three float32 experts, although only two are reserved now"
     )
     assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in smaller]
     assert [tuple(buffer.shape) for buffer in smaller] == [(2, 3, 2), (2, 5)]
@@ -149,19 +151,19 @@ def test_layers_of_two_kinds_are_staged_side_by_side() -> None:
     pointers = {row.data_ptr() for (buffer,) in buffers for row in buffer}
     assert len(pointers) == 4
     assert staging.nbytes == 4 * (3 * 6 + 5)
-    # Buffers of other kinds are freed before more memory is allocated.
+    # Buffers for other kinds of layers are freed before more memory is allocated.
     staging.reserve([narrow], [2])
     assert staging.nbytes == 4 * 10
 
 
-def test_a_device_without_memory_for_staging_fails_at_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_fails_if_the_device_has_no_memory_for_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("out of memory")
 
     worker = _idle_worker()
     monkeypatch.setattr(worker.staging, "reserve", fail)
     with pytest.raises(
-        RuntimeError, match=r"4 incoming experts cannot be reserved: .*EPLB_AGENT_STAGING_MIB"
+        RuntimeError, match=r"cannot reserve staging for 4 incoming experts: .*EPLB_AGENT_STAGING_MIB"
     ):
         worker.reserve([torch.zeros(4, 5)], rows=4)
     worker.close()

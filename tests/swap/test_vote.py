@@ -80,7 +80,7 @@ def test_a_rank_with_missed_calls_votes_at_the_same_passes(interval, lag, plan_f
 
 
 @pytest.mark.parametrize("forwards", [[16, 16, 16], [16, 20, 16]])
-def test_a_vote_at_different_passes_is_repeated_soon(forwards: list[int]) -> None:
+def test_a_vote_that_ranks_cast_at_different_passes_is_repeated_soon(forwards: list[int]) -> None:
     schedule = _schedule(4)
     outcome = _outcome(forwards, 0)
     schedule.counted(outcome)
@@ -88,7 +88,7 @@ def test_a_vote_at_different_passes_is_repeated_soon(forwards: list[int]) -> Non
     assert (first, outcome.idle) == ((32, True) if len(set(forwards)) == 1 else (24, False))
 
 
-def test_the_backoff_is_reset_after_256_passes_of_votes() -> None:
+def test_the_backoff_is_reset_after_256_passes_with_votes() -> None:
     schedule = _schedule(4)
     schedule._early_losses = 3
     for passes, losses in ((255, 3), (256, 0)):
@@ -136,7 +136,7 @@ def test_a_rank_adopts_its_peers_highest_attempt(monkeypatch: pytest.MonkeyPatch
     ahead = {1: b"+5", 2: b"+9"}
 
     def ask(ranks: list[int], _question: bytes, _seconds: float) -> dict[int, bytes]:
-        # Rank 1 moves to the ninth attempt after this rank has published it.
+        # Rank 1 moves to attempt 9 after this rank has published that number.
         attempt = store["attempt/0"]
         return {rank: b"+9" if attempt == "9" else ahead[rank] for rank in ranks}
 
@@ -164,7 +164,7 @@ def test_a_rank_adopts_its_peers_highest_attempt(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mismatched_collectives_raise_an_error_on_both_ranks() -> None:
-    """A host that survives an interrupt can cause this. All collectives have the same width, so gloo does not abort."""
+    """A host that survives an interrupt can cause a mismatch. Gloo does not abort, because all widths are equal."""
     groups = joined(2)
     with ThreadPoolExecutor(2) as pool:
         first, second = (
@@ -206,7 +206,9 @@ def test_a_failure_reported_by_a_peer_ends_the_wait_for_installs() -> None:
     assert rank.all_have_installed(True) is False
 
 
-def test_a_missing_install_confirmation_does_not_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_an_install_is_unknown_if_a_confirmation_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(voting, "_INSTALL_SECONDS", 0.05)
     link: Any = SimpleNamespace(begin=lambda *_: SimpleNamespace(wait=time.sleep))
     nothing: Any = None
@@ -236,7 +238,7 @@ def test_a_commit_requires_all_ranks_to_confirm_the_same_pass(peer_pass: int) ->
 
 
 def _reformed(low: int, vote: int) -> tuple[Reformation, int]:
-    """Return a rank after the group has re-formed, and the number of its first vote.
+    """Return a rank after the group has re-formed, and the forward pass of its first vote.
 
     ``low`` is the lowest layout digest on any rank, and ``vote`` is the highest vote number.
     """
@@ -254,7 +256,7 @@ def _reformed(low: int, vote: int) -> tuple[Reformation, int]:
     return rank, rank._first_vote(link)
 
 
-def test_reformed_votes_continue_from_the_highest_number_of_any_rank() -> None:
+def test_reformed_votes_continue_from_the_highest_vote_number_on_any_rank() -> None:
     """If the numbers restarted, the register would return the verdicts of earlier votes."""
     rank, start = _reformed(7, 9)
     assert (rank.generation, rank.lane, rank.vote, start) == (4, 6, 9, 41 + 64)

@@ -1,4 +1,4 @@
-"""Tests of a deployment's figures as text: commands and the web page show only what is known."""
+"""Tests of a deployment's figures as text: commands and the web page show only known figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def figures(status: operator_pb2.DeploymentStatus) -> dict[str, Figure]:
     return {figure.name: figure for group in figures_of(status).values() for figure in group}
 
 
-def test_a_measured_gain_is_a_verdict_in_time() -> None:
+def test_a_measured_gain_is_shown_as_time_with_a_verdict() -> None:
     gain = figures(status_of_64_ranks())["gain"]
     assert (gain.value, gain.tone) == ("+6.12 ms per step", "good")
     for part in ("helps: +12.9 % of a step (99 %: +4.9 to +7.3 ms)", "+3,210 tokens/s", "8.3 of 64 ranks"):
@@ -26,7 +26,7 @@ def test_a_gain_that_was_not_measured_shows_no_milliseconds() -> None:
     status = status_of_64_ranks()
     status.worth.ClearField("gain_ms")
     status.worth.verdict = "not measurable"
-    status.worth.reason = "step time does not measurably follow balance over 6 switches"
+    status.worth.reason = "step time does not measurably depend on balance over 6 switches"
     gain = figures(status)["gain"]
     assert gain == Figure("gain", "PAR -33.9 %", f"time not measurable: {status.worth.reason}")
     status.worth.price_kind = "stated"
@@ -36,7 +36,7 @@ def test_a_gain_that_was_not_measured_shows_no_milliseconds() -> None:
     assert figures(status)["gain"].note == gain.note + estimate
 
 
-def test_a_price_without_times_is_a_share_of_the_par() -> None:
+def test_a_move_price_without_times_is_shown_as_a_percentage_of_the_par() -> None:
     status = status_of_64_ranks()
     assert figures(status)["move price"].value == "0.35 ms per expert"
     status.move_price.ClearField("ms_per_move")

@@ -1,4 +1,6 @@
-"""Log lines for machines or people, filtered by level, with a bounded rate for lines that strangers can cause."""
+"""Log lines for machines or people, filtered by level, with a bounded rate for lines that unauthenticated clients can
+cause.
+"""
 
 from __future__ import annotations
 

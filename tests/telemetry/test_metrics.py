@@ -40,7 +40,9 @@ def test_only_the_gauges_of_the_last_update_remain(metrics: Metrics) -> None:
     assert value_of("eplb_par_realised", {"deployment": "decode", "layer": "0"}) == 1.2
     assert value_of("eplb_par_realised", {"deployment": "decode", "layer": "1"}) is None
     assert value_of("eplb_leads") == 1
-    assert value_of("eplb_plans_total", {"deployment": "decode", "outcome": "done"}) == 1, "counters stay"
+    assert value_of("eplb_plans_total", {"deployment": "decode", "outcome": "done"}) == 1, (
+        "counters must keep their values"
+    )
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

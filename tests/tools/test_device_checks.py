@@ -69,7 +69,7 @@ def test_every_part_runs_on_a_cpu(name, capsys, monkeypatch):
     }[name] in capsys.readouterr().out
 
 
-def test_only_device_findings_of_the_doctor_decide_the_round_trip():
+def test_only_the_doctors_device_findings_decide_the_result_of_the_round_trip():
     findings = [
         {"name": "service", "verdict": FAILED, "text": "no service is named"},
         {"name": "expert round trip", "verdict": "ok", "text": "133 MB"},

@@ -1,4 +1,4 @@
-"""Tests of ``make idiom``: odd constructions, parallel assignments and vague names are counted, clean text is not."""
+"""Tests of ``make idiom``, which counts odd constructions, parallel assignments and vague names, but not clean text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_clean_text_is_not_counted(text: str) -> None:
     assert idiom.odd_constructions(text) == []
 
 
-def test_docstrings_and_comments_are_prose_with_their_lines() -> None:
+def test_docstrings_and_comments_are_prose_and_keep_their_line_numbers() -> None:
     room = module('"""Clean."""\n\n# The first\n# layer alone.\nLIMIT = "what is"\n"""Nobody waits."""\n')
     assert room.words == 7
     assert [(occurrence.line, occurrence.text) for occurrence in sorted(room.odd)] == [
@@ -68,7 +68,7 @@ def test_docstrings_and_comments_are_prose_with_their_lines() -> None:
     ]
 
 
-def test_code_blocks_of_pages_are_not_prose() -> None:
+def test_code_blocks_on_pages_are_not_prose() -> None:
     room = idiom.Room()
     idiom.add_prose(room, PAGE, 1, idiom.without_code("# Plans\n\n```\nNobody waits.\n```\nNobody waits.\n"))
     assert [occurrence.line for occurrence in room.odd] == [6]
@@ -107,7 +107,7 @@ def test_a_rate_above_the_ceiling_is_reported(monkeypatch: pytest.MonkeyPatch) -
     assert idiom.rates_above({"eplb_core/new": odd}) == []
 
 
-def test_a_ceiling_that_can_be_lowered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_that_can_be_lowered_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idiom, "CEILINGS", {"eplb_core/new": (6, 3, 1), "eplb_core/removed": (9, 3, 1)})
     rooms = {"eplb_core/new": idiom.Room(words=1000, odd=[idiom.Place(PAGE, 1, "odd")] * 5)}
     assert idiom.stale_ceilings(rooms) == ["eplb_core/new", "eplb_core/removed"]

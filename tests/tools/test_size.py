@@ -48,7 +48,7 @@ def test_a_room_is_two_folders_deep_and_three_below_control() -> None:
     assert (PLAN.room, GROUP.room) == ("eplb_core/wire", "eplb_service/control/core")
 
 
-def test_rooms_count_tokens_and_functions() -> None:
+def test_room_figures_count_tokens_and_functions() -> None:
     many = ", ".join(f"value_{number}" for number in range(9))
     long = "".join(f"    step({number})\n" for number in range(50))
     module = source("eplb_core/wire/long.py", f"def long():\n{long}\n\ndef wide({many}): ...\n")
@@ -62,7 +62,7 @@ def test_a_docstring_does_not_lengthen_a_function() -> None:
     assert size.line_count(function('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n')) == 2
 
 
-def test_only_positional_parameters_without_self_are_counted() -> None:
+def test_only_positional_parameters_other_than_self_are_counted() -> None:
     assert size.positional_parameters(function("def f(self, a, /, b, *rest, c, **others): ...")) == 2
 
 

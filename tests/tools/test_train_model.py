@@ -1,4 +1,4 @@
-"""Tests of the training tool: the loss falls, the checkpoint holds the trained model, validation text is held out."""
+"""Tests of the training tool: the loss falls, the checkpoint holds the model, and validation text is held out."""
 
 from __future__ import annotations
 

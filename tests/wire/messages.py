@@ -103,7 +103,7 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One message type: valid values, encoder, decoder, and invalid values of fields that differ from ``_INVALID``."""
+    """One message type: valid values, encoder, decoder, and the invalid values that override ``_INVALID``."""
 
     message: type[Message]
     values: st.SearchStrategy[Any]

@@ -53,7 +53,9 @@ def _array(**changes: object) -> tensor_pb2.PackedArray:
         ),
     ],
 )
-def test_a_malformed_array_is_rejected_by_name(packed: tensor_pb2.PackedArray, message: str) -> None:
+def test_a_malformed_array_is_rejected_and_the_error_names_it(
+    packed: tensor_pb2.PackedArray, message: str
+) -> None:
     with pytest.raises(WireError, match=message) as caught:
         unpack(packed, (2, None), "heat")
     assert str(caught.value).startswith("heat: ")

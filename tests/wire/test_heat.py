@@ -40,7 +40,7 @@ def test_both_sides_wrap_a_step_counter_that_jumps(step: int) -> None:
     assert decode_heat_report(sent, SHAPE, most_steps=8).first_step == step % MAX_STEP
 
 
-def test_source_sums_need_slot_counts_and_exclude_source_counts() -> None:
+def test_source_sums_require_slot_counts_and_exclude_source_counts() -> None:
     report = message(8)
     report.source_sums.CopyFrom(pack(np.ones((SHAPE.layers, SHAPE.experts), dtype=np.int32)))
     with pytest.raises(WireError, match="cannot be combined with source_counts"):

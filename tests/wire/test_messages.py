@@ -67,7 +67,9 @@ def test_every_message_survives_a_round_trip(name: str, data: st.DataObject) -> 
 )
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_an_invalid_field_is_rejected_by_name(name: str, path: str, value: Any, data: st.DataObject) -> None:
+def test_an_invalid_field_is_rejected_and_the_error_names_it(
+    name: str, path: str, value: Any, data: st.DataObject
+) -> None:
     kind = KINDS[name]
     values = kind.values.filter(lambda sent: getattr(sent, path.split(".", maxsplit=1)[0], True) is not None)
     message = kind.encode(data.draw(values))
@@ -120,7 +122,7 @@ def test_a_different_protocol_version_raises_a_specific_error() -> None:
 
 
 def test_every_message_that_carries_values_is_covered() -> None:
-    """The exceptions are nested in other messages, or are only displayed and covered by ``test_answers``."""
+    """The exceptions are nested in other messages, or are only displayed, which ``test_answers`` covers."""
     sent = {name for module in (agent_pb2, operator_pb2) for name in module.DESCRIPTOR.message_types_by_name}
     nested = {"ModelShape", "PlacementState", "LayerUpdate", "RankHeat", "Part"}
     unions = {"ConnectRequest", "ConnectResponse", "WatchHeatResponse"}

@@ -56,7 +56,7 @@ def test_a_dealing_table_with_the_wrong_width_or_a_wrong_entry_is_rejected() -> 
         decode(message, width=4)
 
 
-def test_ranks_with_different_tables_share_the_plan_digest() -> None:
+def test_ranks_with_different_tables_have_the_same_plan_digest() -> None:
     first = plan_for(0)
     second = plan_for(1)
     assert not np.array_equal(first.layers[0].log2phy_E, second.layers[0].log2phy_E)

@@ -89,10 +89,10 @@ assert solution.par_after < solution.par_before, solution
 
 
 def main() -> None:
-    """Build the wheels, try each Python and each extra, and exit with 1 if any of them fails."""
+    """Build the wheels, test each Python version and each extra, and exit with 1 if a test fails."""
     parser = argparse.ArgumentParser(prog="python -m tools.pythons", description=__doc__)
     parser.add_argument(
-        "--only", nargs="*", default=VERSIONS, help="Pythons to try, such as 3.10; all by default"
+        "--only", nargs="*", default=VERSIONS, help="Python versions to test, such as 3.10 (default: all)"
     )
     parser.add_argument("--pythons-alone", action="store_true", help="skip the docs pages and the extras")
     options = parser.parse_args()
@@ -119,7 +119,9 @@ def main() -> None:
             has_documents = OWN in environments and not options.pythons_alone
             if has_documents:
                 documents_environment = environments[OWN].folder
-                tries["commands of the pages"] = pool.submit(check_documents, checkout, documents_environment)
+                tries["commands on the docs pages"] = pool.submit(
+                    check_documents, checkout, documents_environment
+                )
             tries |= {f"Python {version}": pool.submit(on, version) for version in order[AT_ONCE:]}
             if has_documents:
                 tries |= {

@@ -31,7 +31,7 @@ def main() -> None:
     stream.close(5.0)
     if welcome is None:
         sys.exit(f"the service at {service} did not welcome the agent within {PATIENCE_SECONDS:g} s")
-    print(f"connected, heartbeat {welcome.heartbeat_seconds:g} s")
+    print(f"connected; the heartbeat interval is {welcome.heartbeat_seconds:g} s")
 
 
 if __name__ == "__main__":

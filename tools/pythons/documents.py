@@ -74,7 +74,7 @@ def check_documents(checkout: Path, environment: Path) -> list[str]:
     for page in (README, VLLM):
         check_service(page, checkout, environment)
     if not (checkout / "state/eplb/state.sqlite3").is_file():
-        raise FailedError(f"{VLLM}: the service did not create its store in the user's state folder")
+        raise FailedError(f"{VLLM}: the service did not create its store in the user's state directory")
     check_keys(checkout)
     count = sum(script.count("\n") for script in (*tutorial, *blocks(README, "sh"), *blocks(FILES, "sh")))
     return [f"{count} lines of commands", "two services"]
@@ -120,7 +120,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
             )
             # The service must answer that no rank has joined.
             if "decode" not in done.stderr or "Traceback" in done.stderr:
-                raise FailedError(f"{page}: {query} exited with {done.returncode}:\n{done.stderr}")
+                raise FailedError(f"{page}: {query} exited with code {done.returncode}:\n{done.stderr}")
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -161,5 +161,5 @@ def check_excerpt(shown: str) -> None:
 
 
 def shell(script: str, checkout: Path, environment: Path) -> str:
-    """Run a page's script in the checkout's root and return its output. Raises ``FailedError``."""
+    """Run a page's script in the checkout's root and return its output. Raises ``FailedError`` if it fails."""
     return run([BASH, "-ec", script], cwd=checkout, environment=shell_environment(environment))

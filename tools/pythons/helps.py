@@ -19,7 +19,9 @@ def main() -> None:
         with contextlib.redirect_stdout(output):
             code = run([*name, "--help"])
         if code or "--help" not in output.getvalue():
-            raise SystemExit(f"eplb {' '.join(name)} --help exited with {code}: {output.getvalue()[-500:]}")
+            raise SystemExit(
+                f"eplb {' '.join(name)} --help exited with code {code}: {output.getvalue()[-500:]}"
+            )
     print(f"help of {len(command_names)} commands")
 
 

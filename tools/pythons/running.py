@@ -81,7 +81,7 @@ def run(
             raise FailedError(f"{' '.join(command)[:300]} did not finish within {SECONDS:g} s") from error
     if done.returncode or "Traceback" in done.stderr:
         output = (done.stderr or done.stdout).strip()[-1500:]
-        raise FailedError(f"{' '.join(command)[:300]} exited with {done.returncode}:\n{output}")
+        raise FailedError(f"{' '.join(command)[:300]} exited with code {done.returncode}:\n{output}")
     return done.stdout
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, cast
 
 
 class UnsupportedEngineError(RuntimeError):
-    """Raised for an engine, release, model or combination of options that the agent cannot balance.
+    """Raised for an engine, release, model or combination of options that the agent does not support.
 
     The release is checked before the engine is patched, and the options before or while the model is loaded. Only
     problems that become visible in the first forward passes are raised later.
@@ -181,7 +181,7 @@ def fingerprint(target: str) -> Function:
 
 
 def mismatches(functions: Mapping[str, Function], patches: Patches) -> list[_Mismatch]:
-    """Return those of the ``functions`` that differ in the installed engine."""
+    """Compare ``functions`` with those of the installed engine, and return the differences."""
     results = (_mismatch(target, expected, patches) for target, expected in functions.items())
     return [mismatch for mismatch in results if mismatch is not None]
 
@@ -243,10 +243,10 @@ def require(
     if differences:
         reason = f"Functions that the agent relies on have changed since {compared}: {_describe(differences)}"
     if release != compared:
-        reason = f"The agent was never tested with this release. {reason}"
+        reason = f"The agent has not been tested with this release. {reason}"
     fatal = [mismatch for mismatch in differences if mismatch.fatal]
     if allow_unverified and not fatal:
-        return f"running with {engine} {version} unverified: {reason[0].lower()}{reason[1:]}"
+        return f"{engine} {version} is unverified: {reason[0].lower()}{reason[1:]}"
     remedy = f"Install {engine} {', '.join(sorted(known, key=_order))} or a newer agent"
     if fatal:
         reason += f". The agent's patches no longer fit {', '.join(mismatch.target for mismatch in fatal)}"
@@ -256,9 +256,9 @@ def require(
 
 
 def release_of(version: str, known: KnownReleases) -> str:
-    """Return the known release that a version belongs to, or the version's own numbers if there is none.
+    """Return the known release that a version belongs to, or the version's own components if there is none.
 
-    A version belongs to the known release whose numbers it begins with; if there are several, to the longest.
+    A version belongs to the known release whose components it begins with; if there are several, to the longest.
     Suffixes for pre-releases, post-releases, development and local versions are ignored.
 
     Examples
@@ -270,7 +270,7 @@ def release_of(version: str, known: KnownReleases) -> str:
     '0.5.24'
     """
     numbers = _numbers(version)
-    # A version without trailing zeros, such as 1 for 1.0, begins with the same numbers.
+    # A version without trailing zeros, such as 1 for 1.0, begins with the same components.
     owners = [name for name in known if (*numbers, 0, 0, 0, 0)[: len(_numbers(name))] == _numbers(name)]
     return max(owners, key=lambda name: len(_numbers(name)), default=".".join(map(str, numbers)))
 
@@ -297,13 +297,13 @@ def nearest(version: str, known: KnownReleases) -> str:
 
 
 def _order(release: str) -> int:
-    """Return a sort key for a release or version: its first four numbers, combined into one integer."""
+    """Return a sort key for a release or version: its first four components, combined into one integer."""
     major, minor, patch, fourth = (*_numbers(release), 0, 0, 0, 0)[:4]
     return ((major * 1000 + minor) * 1000 + patch) * 1000 + fourth
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without its suffixes; empty if it does not begin with a number.
+    """Return the components of a version without its suffixes; empty if it does not begin with a number.
 
     Examples
     --------

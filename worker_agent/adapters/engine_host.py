@@ -258,7 +258,7 @@ class EngineLayer:
     Attributes
     ----------
     splits_by_step
-        True if the adapter chooses replicas by each step's own counts.
+        True if the adapter chooses replicas according to each step's own counts.
     """
 
     def __init__(
@@ -344,7 +344,8 @@ class EngineHost:
         # The message is the same on all ranks, so only rank 0 logs it at INFO.
         log.log(
             logging.DEBUG if rank else logging.INFO,
-            "eplb-agent balances %d MoE layers of %d experts over %d ranks with %d slots; deployment %s, service %s",
+            "eplb-agent balances %d MoE layers of %d experts over %d ranks with %d slots each; deployment %s, "
+            "service %s",
             placement.layers,
             placement.experts,
             placement.ranks,
@@ -354,10 +355,10 @@ class EngineHost:
         )
 
     def _committed(self, layer: int) -> None:
-        """Update the engine after a commit, and log the first one."""
+        """Update the engine after a commit, and log the first commit."""
         self._follow(layer)
         if not self._has_switched and self.agent.identity.rank == 0:
-            log.info("first switch: layer %d now serves a placement from the service", layer)
+            log.info("first switch: layer %d now uses a placement from the service", layer)
         self._has_switched = True
 
     def _follow(self, layer: int) -> None:
@@ -411,14 +412,16 @@ def _test_experts(layers: Sequence[EngineLayer], computes: Sequence[Compute | No
     """Reject layers whose outputs depend on which slots hold which experts, and log layers that cannot be tested."""
     untested = []
     for index, (layer, compute) in enumerate(zip(layers, computes, strict=False)):
-        reason = "the engine cannot compute its experts without the rest of the layer"
+        reason = "the engine cannot run the experts without the rest of the layer"
         if compute is not None:
             reason = exchange_and_compare(layer, compute, f"MoE layer {index}") or ""
         if reason:
             untested.append(f"layer {index}: {reason}")
     if untested:
         log.info(
-            "the experts of %d MoE layers could not be tested in other slots; %s", len(untested), untested[0]
+            "the experts of %d MoE layers could not be tested in other slots; first reason: %s",
+            len(untested),
+            untested[0],
         )
 
 
@@ -465,7 +468,7 @@ def make_hook(
 
 
 def wrap_execute_model(execute_model: Callable[..., Any], host_of: Callable[[Any], EngineHost | None]) -> Any:
-    """Wrap an engine's ``execute_model`` so that its owner's host, if there is one, stores each batch first."""
+    """Wrap an engine's ``execute_model`` so that the owner's host, if there is one, stores each batch first."""
 
     @wraps(execute_model)
     def execute_noted(owner: Any, scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:

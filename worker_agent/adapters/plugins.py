@@ -56,7 +56,7 @@ _HOOKS = {
 """Module that installs each mode into each engine."""
 _EFFECTS = {
     "full": "balances the expert-parallel layers of",
-    "policy": "decides for the EPLB of",
+    "policy": "makes the EPLB decisions for",
     "observe": "records the expert heat of",
 }
 

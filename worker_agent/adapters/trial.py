@@ -54,7 +54,7 @@ def move_and_back(layer: LiveLayer) -> None:
             if not all(torch.equal(bytes_of(expected), bytes_of(actual)) for expected, actual in pairs):
                 raise UnsupportedEngineError(
                     f"MoE layers in which tensor {kind} of an expert does not retain the bytes written to it",
-                    "Its experts share memory, or are not stored as separate tensors",
+                    "The experts share memory, or are not stored as separate tensors",
                     "Report this model and its quantisation",
                 )
 
@@ -107,7 +107,7 @@ def exchange_and_compare(layer: LiveLayer, compute: Compute, name: str) -> str |
         slot_list = ", ".join(map(str, experts[:8]))
         raise UnsupportedEngineError(
             f"{name}, whose experts in slots {slot_list} compute different outputs in other slots",
-            "Some of their values stay behind when they move",
+            "Some values of these experts stay behind when the experts move",
             "Report this model and its quantisation",
         )
     return None

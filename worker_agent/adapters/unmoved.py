@@ -90,7 +90,7 @@ def refuse_unmoved(
     unmoved = examiner.find_unmoved(values)
     if unmoved:
         raise UnsupportedEngineError(
-            f"MoE layers with {', '.join(sorted(unmoved))} per expert",
+            f"MoE layers with per-expert {', '.join(sorted(unmoved))}",
             "The engine's own balancer does not move them, so they would stay behind when their expert moves",
             "Report this model and its quantisation",
         )
@@ -98,7 +98,7 @@ def refuse_unmoved(
 
 
 def refuse_unlike_ranks(shared_values: SharedValues, group: dist.ProcessGroup | None) -> None:
-    """Reject values that are equal for all experts of a rank but differ between ranks. A collective over ``group``.
+    """Reject values that are equal for all experts of a rank but differ between ranks (collective over ``group``).
 
     Otherwise, an expert that moves to another rank would be computed with that rank's value, for example with an input
     scale that the rank derived from its first experts. Raises ``UnsupportedEngineError`` on all ranks.

@@ -1,4 +1,4 @@
-"""``eplb-agent-doctor``: run it in an engine's environment before the engine starts. Exits with 1 if a check fails."""
+"""``eplb-agent-doctor``: checks an environment before its engine starts. Exits with status 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -58,10 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.ranks < 2:
         parser.error(f"--ranks must be 2 or more, so that experts can change ranks; got {options.ranks}")
-    if options.expert_bytes < 2:
-        parser.error(
-            f"--expert-bytes must be 2 or more, because an expert has two tensors; got {options.expert_bytes}"
-        )
+    if options.expert_bytes < 1:
+        parser.error(f"--expert-bytes must be 1 or more; got {options.expert_bytes}")
     findings = []
     for finding in _findings(options):
         findings.append(finding)
@@ -80,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     device_help = "device type (default: the accelerator that torch detects, or cpu)"
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help=device_help)
     parser.add_argument(
-        "--expert-bytes", type=int, default=64 << 20, help="size of each expert that moves (default: 64 MiB)"
+        "--expert-bytes",
+        type=int,
+        default=64 << 20,
+        help="size of each expert that moves, in bytes, rounded to whole blocks (default: 64 MiB)",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
@@ -116,7 +117,7 @@ def _moves_experts() -> bool:
 
 
 def _default_device() -> str:
-    """Return the kind of accelerator that torch detects, or ``cpu``."""
+    """Return the type of accelerator that torch detects, or ``cpu``."""
     import torch
 
     if torch.cuda.is_available():
@@ -142,12 +143,15 @@ def _round_trip(ranks: int, device: str, devices: int, expert_bytes: int) -> Ite
     variables = os.environ.copy()
     if devices == 0:
         yield Finding(
-            "devices", FAILED, f"torch finds no {device} here; choose a different device type with --device"
+            "devices", FAILED, f"torch finds no {device} device here; choose a different type with --device"
         )
         return
     if devices < ranks:
         variables.setdefault("EPLB_AGENT_TRANSFER_BACKEND", "gloo")
-        text = f"{ranks} ranks on {devices} {device}: experts are sent through host memory, not over device links"
+        text = (
+            f"fewer {device} devices ({devices}) than ranks ({ranks}): experts are sent through host memory, not over "
+            "device links"
+        )
         yield Finding("devices", OK, text)
     with tempfile.TemporaryDirectory(prefix="eplb-doctor-") as folder:
         command = [sys.executable, "-m", "worker_agent.doctor.round_trip", f"file://{folder}/meet"]
@@ -243,7 +247,7 @@ def environment() -> Iterator[Finding]:
     yield from _engines(mode or "full", allow_unverified=allow_unverified)
     if not os.environ.get("EPLB_AGENT_SERVICE", "").strip():
         if mode in ("observe", "policy"):
-            yield Finding("service", SKIPPED, f"none is set, and {mode} mode needs none")
+            yield Finding("service", SKIPPED, f"no service is set, and {mode} mode does not need one")
             return
         text = (
             "neither EPLB_AGENT_MODE nor EPLB_AGENT_SERVICE is set, so an installed agent does nothing and the engine "

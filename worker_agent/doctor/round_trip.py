@@ -114,7 +114,7 @@ def _there_and_back(
     agent
         Agent of this rank.
     replay
-        Function that replays a captured graph and returns the table that it reads; ``None`` without a graph.
+        Function that replays a captured graph and returns the table that it reads; ``None`` if there is no graph.
     """
     rank = agent.identity.rank
     rotated_LRS = layer.initial.phy2log_LRS.copy()
@@ -146,7 +146,7 @@ def _there_and_back(
 def _captured_table(layer: _DoctorLayer) -> Callable[[], list[int]] | None:
     """Capture a graph that reads the layer's table, and return a function that replays it.
 
-    Return ``None`` on a CPU, which has no graphs.
+    Returns ``None`` on a CPU, which cannot capture graphs.
     """
     device = layer.log2phy.device
     if device.type == "cpu":
@@ -183,7 +183,7 @@ def examine(group: dist.ProcessGroup | None, device: torch.device, expert_bytes:
     settings = AgentSettings(service=_NO_SERVICE, deployment="doctor", verify_transfers=True)
     agent = Agent.start([layer], group, settings)
     try:
-        text = f"{ranks} ranks can vote, and can connect their {device.type} devices"
+        text = f"{ranks} ranks can vote, and their {device.type} devices can connect to each other"
         return [
             Finding("rendezvous", OK, text),
             *_there_and_back(layer, agent, _captured_table(layer)),

@@ -12,7 +12,7 @@ from eplb_core.placement import Float64, Int32, step_par
 
 @dataclass(frozen=True)
 class Steps:
-    """Consecutive steps of all ranks together.
+    """Consecutive steps, summed over all ranks.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Steps:
 
 
 class IntervalBalance:
-    r"""Sums the balance of steps until an interval is over.
+    r"""Accumulates the balance of the steps in an interval.
 
     Parameters
     ----------
@@ -68,11 +68,11 @@ class IntervalBalance:
 
     @property
     def is_over(self) -> bool:
-        """True if the interval's steps have been added."""
+        """True once all steps of the interval have been added."""
         return self._steps >= self._interval
 
     def add(self, steps: Steps, shares_LER: npt.NDArray[np.float32]) -> None:
-        """Add steps that were served with the given shares of each expert's tokens by rank, ``[L, E, R]``."""
+        """Add steps in which each rank received these shares of each expert's tokens, ``[L, E, R]``."""
         loads_LTR = np.matmul(steps.heat_TLE.swapaxes(0, 1).astype(np.float32), shares_LER).astype(np.float64)
         loads_TLR = loads_LTR.swapaxes(0, 1)
         self._par.append(step_par(loads_TLR))
@@ -86,7 +86,7 @@ class IntervalBalance:
         self._micros += steps.micros_T[steps.micros_T > 0].tolist()
 
     def line(self) -> str:
-        """Return the line of the steps so far, and begin a new interval."""
+        """Return the log line for the steps so far, and start a new interval."""
         par_TL = np.concatenate(self._par)
         load_R = self._load_R
         steps = self._steps

@@ -1,4 +1,4 @@
-"""Counts the router's choices of an observed model, on the device and inside captured graphs."""
+"""Counts the router's choices in an observed model, on the device and inside captured graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
 class RouterCounter:
     """Counts the logical experts that the tokens of each forward pass choose, and keeps them in heat rings.
 
-    Rows beyond the pass's real tokens are padding, and ids outside ``0..E-1`` are not routed experts. Neither counts.
+    Padding (rows beyond the pass's real tokens) and ids outside ``0..E-1`` (not routed experts) are not counted.
 
     Parameters
     ----------
@@ -22,8 +22,8 @@ class RouterCounter:
     device
         Device of the router's choices.
     max_rows
-        Number of rows in the largest batch; padding in larger batches counts. 0 if all padding counts, because
-        batches also contain other ranks' tokens.
+        Number of rows in the largest batch. In larger batches, padding is counted as well. Set it to 0 to count all
+        rows, because batches also contain other ranks' tokens.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class RouterCounter:
         self.rings = HeatRings(layers, device, experts=experts)
         self._layers = layers
         self._experts = experts
-        # The additional column takes ids that are not routed experts.
+        # The additional column collects padding and ids that are not routed experts.
         self._choices = ChoiceCounter(layers, experts + 1, device)
         self._row_T = torch.arange(max_rows, device=device)
         self._is_real_T = torch.ones(max_rows, dtype=torch.bool, device=device)
@@ -55,7 +55,7 @@ class RouterCounter:
         torch.lt(self._row_T, tokens, out=self._is_real_T)
 
     def count(self, layer: int, ids_TK: torch.Tensor, is_real_T: torch.Tensor | None = None) -> None:
-        """Count the choices of a layer when its router runs. A graph may capture this.
+        """Count the choices of a layer when its router runs. A graph may capture this call.
 
         Parameters
         ----------
@@ -64,7 +64,8 @@ class RouterCounter:
         ids_TK
             ``[T, K]``, logical expert of each choice.
         is_real_T
-            bool ``[T]``, False for padding, if the engine knows. By default, padding follows from ``expect``.
+            bool ``[T]``, False for padding, if the engine provides this mask. By default, rows beyond the number of
+            tokens passed to ``expect`` are padding.
         """
         self.rings.layer_runs(layer, self._layers)
         self.count_choices(layer, ids_TK, is_real_T)
@@ -89,6 +90,6 @@ class RouterCounter:
         Parameters
         ----------
         counts
-            False if this rank's choices do not count: the pass was a dummy, or another rank counts the same tokens.
+            False to write zeros, because the pass was a dummy or another rank counts the same tokens.
         """
         self.rings.record(chosen_LX=self._choices.chosen_LE[:, : self._experts] if counts else None)

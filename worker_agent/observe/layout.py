@@ -12,9 +12,9 @@ from eplb_core.placement import Int32, checked_foreign, layer_digest, repaired, 
 from worker_agent.swap.rank_layout import RankLayout
 
 _MAX_ENTRIES = 12
-"""Maximum number of table entries per expert. Up to four replicas, and six or twelve, get exactly equal shares."""
+"""Maximum number of table entries per expert. It gives exactly equal shares to 1, 2, 3, 4, 6 or 12 replicas."""
 _ENTRIES = {1: 1, 2: 2, 3: 6}
-"""Number of table entries that gives equal shares to up to this number of replicas."""
+"""Number of table entries that gives equal shares, by maximum number of replicas per expert."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ObservedLayout:
     """Placement that an engine serves, with tables that describe its split.
 
     An engine may place an expert twice on one rank, or leave a slot empty. The service accepts neither, so such a slot
-    is reported with another expert that gets no tokens according to the tables. The loads of the ranks stay correct.
+    is reported with a different expert, to which the tables send no tokens. The ranks' loads remain correct.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class ObservedLayout:
         _, ranks, slots = self.phy2log_LRS.shape
         if self.table_LE is not None or ranks == 1:
             return 1
-        # An empty slot leaves room for another replica, too.
+        # A replica could also occupy an empty slot, so count empty slots as well.
         return _ENTRIES.get(ranks * slots - self.experts + 1, _MAX_ENTRIES)
 
     @property
@@ -118,7 +118,7 @@ class ObservedLayout:
 def moved(installed: RankLayout, layout: ObservedLayout) -> RankLayout:
     """Return a rank's layout after the engine has moved experts.
 
-    Each changed layer adds one epoch, in ascending order, so ranks that notice the same changes at different times
+    The changed layers add one epoch each, in ascending order, so ranks that notice the same changes at different times
     arrive at the same epochs.
 
     Parameters
@@ -143,7 +143,7 @@ def linear(layers: int, experts: int, ranks: int) -> Int32:
     Returns
     -------
     Int32
-        int32 ``[L, R, S]``. If the ranks do not divide the experts, later ranks have an empty slot.
+        int32 ``[L, R, S]``. If the experts cannot be divided evenly, the last ranks have an empty slot.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def placement_of_slots(slots: Sequence[Sequence[Sequence[int]]]) -> Int32:
 
 
 def experts_in_slots(expert_map_E: npt.NDArray[np.integer]) -> list[int]:
-    """Return the logical experts of a rank's slots from the local slot of each expert, -1 if the rank has none.
+    """Return the expert in each of a rank's slots, given each expert's local slot (-1 if it is on another rank).
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Reports of an observed engine without a service: log lines and a trace file, written by the first rank.
 
 If several ranks count tokens, the others send their reports to the first rank through the engine's own store, which
-its ranks used to find each other. A thread does this work and never waits longer than some seconds, so the model's
-thread does not wait at all.
+its ranks used to find each other. A thread does this work and waits at most ten seconds for a report. The model's
+thread never waits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from worker_agent.settings import AgentSettings
 _log = logging.getLogger("eplb.agent")
 
 _MAX_REPORTS = 64
-"""Maximum number of reports that wait for the thread, and of a rank's reports in the store."""
+"""Maximum number of reports that are queued for the thread, and of each rank's reports in the store."""
 _PEER_SECONDS = 10.0
-"""Longest wait for another rank's report."""
+"""Maximum wait for another rank's report, in seconds."""
 _POLL_SECONDS = 0.01
 
 Shares = npt.NDArray[np.float32]
@@ -98,11 +98,11 @@ class LocalReports:
         try:
             return TraceFile(settings.trace)
         except ValueError as error:
-            _log.error("EPLB_AGENT_TRACE: %s. No trace is written", error)
+            _log.error("EPLB_AGENT_TRACE: %s. No trace will be written", error)
             return None
 
     def put(self, report: HeatReport, shares_LER: Shares) -> None:
-        """Queue a report that was counted with these shares. It is dropped if too many are waiting."""
+        """Queue a report that was counted under these shares. It is dropped if the queue is full."""
         if self._counts and self._reports.qsize() < _MAX_REPORTS:
             self._reports.put((report, shares_LER))
 
@@ -157,7 +157,8 @@ class LocalReports:
         self._store.set(key, file.getvalue())
         self._sent.append(key)
         if len(self._sent) > _MAX_REPORTS:
-            # The first rank deletes each report that it reads. This limits the number of unread reports.
+            # The first rank deletes each report that it reads. Delete the oldest one here to limit the number of unread
+            # reports.
             self._store.delete_key(self._sent.popleft())
 
     def _receive(self, peer: int, first_step: int) -> Steps | None:
@@ -179,7 +180,7 @@ class LocalReports:
 
 
 def _steps_of(report: HeatReport) -> Steps:
-    """Return a report's steps. The counts must be by source."""
+    """Return a report's steps. The report must contain source heat."""
     assert report.source_counts_TLE is not None
     tokens_T = np.full(report.steps, -1) if report.tokens_T is None else report.tokens_T
     micros_T = np.zeros(report.steps) if report.micros_T is None else report.micros_T

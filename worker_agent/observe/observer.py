@@ -38,7 +38,7 @@ log = logging.getLogger("eplb.agent")
 _REPORT_STEPS = 16
 """Number of steps per report until a service requests a different number."""
 _WATCH_CALLS = 16
-"""Number of calls between two checks that the control stream's thread is alive."""
+"""Number of calls between checks that the control stream's thread is alive."""
 _LAYOUTS_KEPT = 8
 """Number of recent layouts whose reports may still be on their way from the device."""
 
@@ -65,7 +65,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return the facts of a rank without others."""
+        """Return the facts for an engine with a single rank."""
         return cls(0, uuid.uuid4().hex, (0,))
 
     @property
@@ -207,7 +207,7 @@ class Observer:
     def start(
         cls, rings: HeatRings, layout: ObservedLayout, ranks: Ranks, engine: str, note: str = ""
     ) -> Observer:
-        """Start observing with the settings of the environment, and say so in rank 0's log.
+        """Start observing with the settings from the environment, and log this on rank 0.
 
         Parameters
         ----------
@@ -233,8 +233,12 @@ class Observer:
             if has_service:
                 target = f"reports go to deployment {settings.deployment} at {settings.service}"
             else:
-                trace = f", and the newest steps to {settings.trace}" if settings.trace is not None else ""
-                target = f"balance goes to this log every {settings.log_interval_steps} forward passes{trace}"
+                trace = (
+                    f", and the newest steps are written to {settings.trace}"
+                    if settings.trace is not None
+                    else ""
+                )
+                target = f"balance is logged here every {settings.log_interval_steps} forward passes{trace}"
             log.info(
                 "eplb-agent observes %d MoE layers of %d experts over %d ranks of %d slots in %s, and changes nothing; "
                 "%s%s",
@@ -262,7 +266,7 @@ class Observer:
 
     @harmless
     def before_pass(self) -> None:
-        """Prepare for a forward pass. Later passes are served under the layouts that ``placed`` has named."""
+        """Prepare for a forward pass. It is reported under the layout that was last passed to ``placed``."""
         if self._heat is None:
             self._begin()
         while self._pending:
@@ -270,7 +274,7 @@ class Observer:
 
     @harmless
     def after_pass(self, phase: StepPhase, tokens: int | None) -> None:
-        """Record that a forward pass has been queued, after the rings have its row.
+        """Record a forward pass that has been queued and whose row has been written to the rings.
 
         Parameters
         ----------
@@ -295,7 +299,7 @@ class Observer:
 
     @harmless
     def placed(self, layout: ObservedLayout) -> None:
-        """Note the layout that the engine serves from the next pass on."""
+        """Store the layout that the engine serves from the next pass on."""
         self._pending.append(layout)
 
     def stop(self, error: Exception) -> None:
@@ -320,7 +324,7 @@ class Observer:
             self._local.close(timeout)
 
     def _begin(self) -> None:
-        """Start to number passes, so that the engine's warm-up does not count as lost steps."""
+        """Start numbering passes. Earlier passes, from the engine's warm-up, are not counted as lost steps."""
         sources_LWE = self._rings.sources_LWE
         assert sources_LWE is not None
         layers = cast(
@@ -343,7 +347,7 @@ class Observer:
         self._shares.append((installed.layer_epochs, layout.shares_LER))
 
     def _adopt(self, heat: HeatRecorder) -> None:
-        """Follow the service's requests, and keep the stream's thread alive."""
+        """Report in the way that the service requests, and keep the stream's thread alive."""
         if self._stream is None:
             return
         if self._step % _WATCH_CALLS == 0:
@@ -374,7 +378,9 @@ class Observer:
             step=self._step,
             epoch=installed.epoch,
             digest=installed.digest,
-            error="this rank no longer observes" if self.stopped else (heat and heat.complaint) or "",
+            error="this rank no longer observes the engine"
+            if self.stopped
+            else (heat and heat.complaint) or "",
             calls=self._step,
             call_micros=self._in_calls.micros,
             ring_bytes=0 if heat is None else heat.ring_bytes,
@@ -409,13 +415,13 @@ class NotObservedError(Exception):
 
 
 def not_observed(reason: str) -> None:
-    """Say once, at the start, why an engine is served without observing it."""
-    log.warning("eplb-agent does NOT observe this engine, which serves unchanged: %s", reason)
+    """Log why an engine is not observed. Called once, at the start."""
+    log.warning("eplb-agent is NOT observing this engine, which keeps serving unchanged: %s", reason)
 
 
 def without_expert_parallelism(ranks: int) -> str:
-    """Return the sentence that explains the imbalance of experts that are split between ranks."""
-    return f"Without expert parallelism, the imbalance is what expert parallelism over these {ranks} ranks would have"
+    """Return the sentence that explains the imbalance of an engine without expert parallelism."""
+    return f"Expert parallelism is off; the imbalance shown is that of expert parallelism over {ranks} ranks"
 
 
 def _shared_store() -> Store | None:

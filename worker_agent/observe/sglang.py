@@ -105,7 +105,7 @@ class SglangObservation:
     def count(
         self, layer_id: int, topk_ids: torch.Tensor, config: Any, real_tokens: torch.Tensor | None
     ) -> None:
-        """Count the choices of a layer. Choices of fused shared experts come last and do not count."""
+        """Count the choices of a layer. Choices of fused shared experts come last and are not counted."""
         index = self._index.get(layer_id)
         if index is None or not self._ranks.counts:
             return
@@ -139,7 +139,7 @@ class SglangObservation:
 
     @harmless
     def moved(self, metadata: Any) -> None:
-        """Note that SGLang's EPLB has changed ``metadata``."""
+        """Record that SGLang's EPLB has changed ``metadata``."""
         if metadata is self._metadata:
             self.observer.placed(self._layout())
 
@@ -165,10 +165,11 @@ def _check(model: Any, parallel: Any, layer_ids: list[int], metadata: Any) -> No
         (not layer_ids, "SGLang chooses no experts in this model"),
         (metadata is None, "SGLang does not know how many experts a model of this class has"),
         (int(parallel.pp_size) > 1, "with pipeline parallelism, no rank sees all layers"),
-        (int(parallel.dp_size) > 1, "each data-parallel replica would need a deployment of its own"),
+        (int(parallel.dp_size) > 1, "each data-parallel replica would need its own deployment"),
         (
             int(parallel.moe_ep_size) not in (1, int(parallel.tp_size)),
-            f"--ep-size {parallel.moe_ep_size} with --tp-size {parallel.tp_size} splits experts in two ways",
+            f"--ep-size {parallel.moe_ep_size} with --tp-size {parallel.tp_size} splits each expert across "
+            "ranks, or creates several expert-parallel groups",
         ),
     )
     for applies, reason in reasons:
@@ -177,7 +178,7 @@ def _check(model: Any, parallel: Any, layer_ids: list[int], metadata: Any) -> No
 
 
 def _observe(_: Any, runner: Any) -> None:
-    """Start observing after ``initialize`` (collective over the tensor-parallel group), or say why it is impossible."""
+    """Start observing after ``initialize`` (collective over the TP group), or log why the engine cannot be observed."""
     if runner.is_draft_worker:
         return
     from sglang.srt.runtime_context import get_parallel
@@ -201,7 +202,7 @@ def _observation_of(runner: Any) -> SglangObservation | None:
 def _count_choices(original: Callable[..., Any], topk_ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
     """Count the choices before SGLang maps them to physical experts.
 
-    While a compiler traces this function, it only calls SGLang's, so that the compiled code is the same as without it.
+    While a compiler traces this function, it only calls the original, so the compiled code does not change.
     """
     observation = SglangObservation.current
     if observation is not None and not torch.compiler.is_compiling() and "layer_id" in named:

@@ -16,7 +16,7 @@ MAX_BYTES = 64 << 20
 
 
 class TraceFile:
-    """Heat of the newest steps, written to an ``.npz`` file as a whole or not at all.
+    """An ``.npz`` file with the heat of the newest steps, written atomically.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class TraceFile:
         self._is_written = False
 
     def write(self) -> None:
-        """Replace the file with the steps in memory, unless it has them already. Raises ``OSError`` if that fails."""
+        """Replace the file with the steps in memory, unless it contains them already. Raises ``OSError`` on failure."""
         if self._is_written:
             return
         scratch = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")

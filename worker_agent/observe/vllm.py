@@ -34,11 +34,11 @@ PATCHES: Patches = {
     f"{_WORKER}.load_model": 1,
     f"{_WORKER}.compile_or_warm_up_model": 1,
 }
-"""Hooked functions that ``known.json`` has, with the number of leading parameters that the hooks declare."""
+"""Hooked functions listed in ``known.json``, with the number of leading parameters that the hooks declare."""
 
 
 def install() -> None:
-    """Add the hooks. If they do not fit this release of vLLM, say so and change nothing."""
+    """Add the hooks. If they do not fit this release of vLLM, log this and change nothing."""
     import vllm
 
     if not hooks_fit("vLLM", vllm.__version__, read_known("worker_agent.adapters.vllm"), PATCHES):
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def _count_choices() -> None:
-    """Count choices where routers map them to physical experts, which every router does, even without EPLB.
+    """Count choices at the point where routers map them to physical experts. Every router does, even without EPLB.
 
     Every layer routes inside vLLM's opaque operator, so graphs also capture the counting.
     """
@@ -70,7 +70,7 @@ def _count_choices() -> None:
 
 
 def _follow_commits() -> None:
-    """Note each map that vLLM's EPLB commits, as a whole or layer by layer. The maps are on the host."""
+    """Record each map that vLLM's EPLB commits, for all layers or for one. The maps are on the host."""
     from vllm.distributed.eplb import eplb_state
 
     commit = eplb_state._commit_eplb_maps
@@ -96,7 +96,7 @@ def _follow_commits() -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """The target model's MoE layers.
+    """Target model of a worker, as described by its MoE layers.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class _Model:
         layers = list({id(module.router): module for module in reversed(modules)}.values())[::-1]
         if not layers:
             raise NotObservedError(
-                "vLLM's routers choose no experts in this model; its MoE layers, if any, route otherwise"
+                "vLLM's routers choose no experts in this model; if it has MoE layers, they route in a different way"
             )
         for state in getattr(getattr(runner, "eplb_state", None), "model_states", {}).values():
             balanced = list(state.model.moe_layers)
@@ -139,11 +139,13 @@ class _Model:
                 return cls(balanced, experts, state.physical_to_logical_map.device, state)
         sizes = {int(layer.router.global_num_experts) for layer in layers}
         if len(sizes) > 1:
-            raise NotObservedError(f"its MoE layers have different numbers of experts ({sorted(sizes)})")
+            raise NotObservedError(
+                f"the model's MoE layers have different numbers of experts ({sorted(sizes)})"
+            )
         return cls(layers, sizes.pop(), torch.device(runner.device))
 
     def local_experts(self) -> list[list[int]] | None:
-        """Return the logical experts of each layer's local slots, or ``None`` if experts are not divided by ranks."""
+        """Return the logical experts of each layer's local slots, or ``None`` without expert parallelism."""
         rows = []
         for layer in self.layers:
             expert_map = getattr(getattr(layer, "routed_experts", layer), "_expert_map", None)
@@ -158,7 +160,7 @@ def _observe(worker: Any) -> VllmObservation:
     model = _Model.of(worker)
     if any(dispatch_of(layer).monolithic for layer in model.layers):
         raise NotObservedError(
-            "its experts route inside their kernel, where choices cannot be counted; choose another MoE backend"
+            "a kernel routes the model's tokens, and its choices cannot be counted; choose another MoE backend"
         )
     return VllmObservation(model, worker.vllm_config)
 
@@ -220,7 +222,7 @@ class VllmObservation(WorkerObservation):
 
     @harmless
     def moved(self, layers: slice, phy2log: torch.Tensor) -> None:
-        """Note a map that vLLM's EPLB has committed.
+        """Record a map that vLLM's EPLB has committed.
 
         Parameters
         ----------
@@ -244,7 +246,7 @@ def _placement_of(model: _Model, slots: list[list[list[int]] | None]) -> tuple[I
     model
         The model's MoE layers.
     slots
-        Logical experts of each rank's local slots, by layer; ``None`` if experts are not divided by ranks.
+        Logical experts of each rank's local slots, by layer; ``None`` without expert parallelism.
     """
     layers = len(model.layers)
     size = len(slots)
@@ -259,6 +261,6 @@ def _placement_of(model: _Model, slots: list[list[list[int]] | None]) -> tuple[I
 
 
 def _max_rows(config: Any) -> int:
-    """Return the largest number of rows in a batch, including the padding of captured graphs."""
+    """Return the maximum number of rows in a batch, including the padding of captured graphs."""
     captured = getattr(config.compilation_config, "max_cudagraph_capture_size", None) or 0
     return max(int(config.scheduler_config.max_num_batched_tokens), int(captured))

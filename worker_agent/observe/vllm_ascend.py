@@ -27,11 +27,11 @@ from worker_agent.observe.observer import (
 from worker_agent.observe.worker import WorkerObservation, hooks_fit, watch_worker
 
 PATCHES: Patches = {"vllm_ascend.ops.fused_moe.moe_comm_method:MoECommMethod.fused_experts": 2}
-"""Hooked functions that ``known.json`` has, with the number of leading parameters that the hooks declare."""
+"""Hooked functions listed in ``known.json``, with the number of leading parameters that the hooks declare."""
 
 
 def install() -> None:
-    """Add the hooks. If they do not fit this release of vLLM-Ascend, say so and change nothing."""
+    """Add the hooks. If they do not fit this release of vLLM-Ascend, log this and change nothing."""
     from vllm_ascend._version import __version__
 
     releases = read_known("worker_agent.adapters.vllm_ascend")
@@ -66,7 +66,7 @@ def _count_choices() -> None:
 
 
 def _follow_updates() -> None:
-    """Note each layer whose experts dynamic EPLB has replaced."""
+    """Record each layer whose experts dynamic EPLB has replaced."""
     from vllm_ascend.eplb.core.eplb_device_transfer_loader import D2DExpertWeightLoader
 
     update = D2DExpertWeightLoader.update_expert_map_and_weight
@@ -88,7 +88,7 @@ def _observe(worker: Any) -> AscendObservation:
     """Start observing a worker's model (collective over the EP group)."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1":
         raise NotObservedError(
-            "the second model runner maps choices in a kernel that the agent does not know"
+            "the second model runner maps choices in a kernel that is unknown to the agent"
         )
     AscendObservation.current = AscendObservation(worker)
     return AscendObservation.current
@@ -140,7 +140,7 @@ class AscendObservation(WorkerObservation):
             self._phy2log_LRS = placement_of_slots(slots)
         counter = RouterCounter(len(layers), experts, torch.device(runner.device))
         observer = Observer.start(counter.rings, self._layout, ranks, "vLLM-Ascend", note)
-        # In a step that gathers, the first rank counts all tokens, so the ranks' own numbers are not known here.
+        # In a step that gathers, the first rank counts all tokens, so no rank's own number is known here.
         share = share_of_rank(int(group.rank_in_group), size // get_dp_group().world_size, shared=False)
         super().__init__(observer, counter, share)
 
@@ -169,7 +169,7 @@ class AscendObservation(WorkerObservation):
         self._counter.count(index, fused_experts_input.topk_ids, mask_T)
 
     def _index(self, weights: Any) -> int | None:
-        """Return the index of the layer with these weights: layers run in order, at first in the profile run.
+        """Return the index of the layer with these weights, which is its position in the first pass, a profile run.
 
         A draft model's layers run after the target model's, and have no index.
         """
@@ -181,7 +181,7 @@ class AscendObservation(WorkerObservation):
 
     @harmless
     def replaced(self, layer: int, table_E: Any) -> None:
-        """Note that dynamic EPLB has replaced a layer's experts.
+        """Record that dynamic EPLB has replaced a layer's experts.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ def _layers_of(model: Any) -> list[Any]:
     """Return the model's MoE layers, in order. Raises ``NotObservedError`` if it has none."""
     layers = [module for module in model.modules() if hasattr(module, "global_redundant_expert_num")]
     if not layers:
-        raise NotObservedError("vLLM-Ascend has no MoE layers in this model")
+        raise NotObservedError("vLLM-Ascend finds no MoE layers in this model")
     return layers
 
 

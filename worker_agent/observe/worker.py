@@ -13,7 +13,7 @@ from worker_agent.observe.observer import NotObservedError, Observer, harmless, 
 
 
 def hooks_fit(engine: str, version: str, releases: KnownReleases, patches: Patches) -> bool:
-    """Return True if the hooked functions have the parameters that the hooks declare; otherwise say so.
+    """Return True if the hooked functions have the parameters that the hooks declare; otherwise log it.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class WorkerObservation:
     def _prepare(self, batch: Batch | None, *, is_dummy: bool) -> None:
         self._batch = batch
         self._is_dummy = is_dummy
-        # Without tokens, an engine runs no pass, unless other ranks wait for a dummy.
+        # Without tokens, the engine runs no pass, unless the other ranks need this rank's dummy pass.
         self._runs = batch is not None or is_dummy
         if self._runs:
             self.observer.before_pass()
@@ -98,7 +98,7 @@ class WorkerObservation:
         self.observer.after_pass(*step_of(self._batch, self._share, is_dummy=self._is_dummy))
 
     def _counts(self) -> bool:
-        """Return True if this rank's choices in the pass count."""
+        """Return True if this rank's choices in the pass are to be counted."""
         return not self._is_dummy
 
 
@@ -108,7 +108,7 @@ def watch_worker(worker_class: Any, observe: Callable[[Any], WorkerObservation])
     Parameters
     ----------
     worker_class
-        The engine's class of workers.
+        The engine's worker class.
     observe
         Function that starts observing a worker's model (collective over its ranks). It raises ``NotObservedError`` or
         ``UnsupportedEngineError``, on all ranks, if the model cannot be observed.
@@ -129,7 +129,7 @@ def watch_worker(worker_class: Any, observe: Callable[[Any], WorkerObservation])
         return result
 
     def warm_up(original: Callable[..., Any], worker: Any, *arguments: Any, **named: Any) -> Any:
-        # vLLM's second model runner warms up with batches of its own.
+        # vLLM's second model runner warms up with its own batches.
         observation = worker.eplb_observation
         worker.eplb_observation = None
         try:
@@ -165,7 +165,7 @@ def watch_worker(worker_class: Any, observe: Callable[[Any], WorkerObservation])
 
 
 def _observation_of(worker: Any, observe: Callable[[Any], WorkerObservation]) -> WorkerObservation | None:
-    """Start observing, or say why the model cannot be observed. No error reaches the engine."""
+    """Start observing, or log why the model cannot be observed. No error reaches the engine."""
     try:
         if worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise NotObservedError("with pipeline parallelism, no rank sees all layers")

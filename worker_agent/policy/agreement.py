@@ -17,11 +17,11 @@ from worker_agent.policy.figures import Int64, log_decision
 _log = logging.getLogger("eplb.agent")
 
 _WARM_UP_SECONDS = 120.0
-"""Longest time by which the planner delays the engine's start."""
+"""Maximum time, in seconds, that the engine's start waits for the planner to warm up."""
 
 
 class RemoteDecision(Protocol):
-    """Decision of a service."""
+    """Function that asks a service for a decision."""
 
     def __call__(
         self, heat_NLE: npt.NDArray[np.generic], old_LP: Int64, ranks: int, nodes: int, timed: bool
@@ -34,15 +34,16 @@ class RemoteDecision(Protocol):
 
 
 class RemoteDecisionError(RuntimeError):
-    """The service did not decide within the deadline, or its answer was invalid."""
+    """Raised if the service does not decide within the deadline, or if its answer is invalid."""
 
 
 class Agreement:
-    """Decisions of one EP group, equal on all of its ranks.
+    """Agreement of an EP group's ranks on each decision.
 
-    The first rank decides, and broadcasts the placement over the engine's CPU group. If it cannot decide, it broadcasts
-    that, and the engine's own policy decides on all ranks. Therefore, the ranks agree even if one of them loads the
-    planner more slowly than the others, loses its connection to the service, or has a CPU that rounds differently.
+    The first rank decides, and broadcasts the placement over the engine's CPU group. If it cannot decide, it
+    broadcasts this fact, and the engine's own policy decides on all ranks. Therefore, the ranks agree even if one of
+    them loads the planner more slowly than the others, loses its connection to the service, or has a CPU that rounds
+    differently.
 
     Parameters
     ----------
@@ -51,14 +52,14 @@ class Agreement:
     split
         The engine's split of an expert's tokens over its replicas.
     remote
-        Decision of a service, used on the first rank; ``None`` to decide locally.
+        Function that asks a service for decisions, called on the first rank; ``None`` to decide locally.
 
     Attributes
     ----------
     is_first
         True on the first rank of the group.
     ranks
-        R, number of ranks of the group.
+        R, number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, split: str, remote: RemoteDecision | None = None) -> None:
@@ -91,7 +92,7 @@ class Agreement:
         Parameters
         ----------
         seconds
-            Longest wait. Later decisions are the engine's own until the kernels are ready.
+            Maximum wait. If it is exceeded, the engine's own policy decides until the kernels are ready.
 
         Returns
         -------
@@ -130,7 +131,7 @@ class Agreement:
         return self.share(decided, old_LP.shape)
 
     def share(self, decided: Int64 | None, shape: tuple[int, ...]) -> Int64 | None:
-        """Return the first rank's ``decided`` on all ranks (collective over the group)."""
+        """Return the first rank's value of ``decided`` on all ranks (collective over the group)."""
         message = torch.zeros(1 + int(np.prod(shape)), dtype=torch.int64)
         if decided is not None:
             message[0] = 1
@@ -162,9 +163,9 @@ class Agreement:
             except RemoteDecisionError as error:
                 _log.warning("the service did not decide, so this rank does: %s", error)
             except Exception as error:
-                _log.error("asking the service failed, so this rank decides", exc_info=error)
+                _log.error("the request to the service failed, so this rank decides", exc_info=error)
         if not self._warm.is_set():
-            _log.info("the planner is still being compiled; the engine's own policy decides")
+            _log.info("the planner's kernels are still being compiled; the engine's own policy decides")
             return None
         from worker_agent.policy.decide import decide
 

@@ -1,4 +1,4 @@
-"""The local decision of policy mode, which is the same for all engines."""
+"""Local decisions of policy mode, made in the same way for all engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker_agent.policy.figures import Int64
 _log = logging.getLogger("eplb.agent")
 
 FAILURES: Counter[str] = Counter()
-"""Number of decisions of this process that ended in an error, by the error's type."""
+"""Number of decisions in this process that failed, by type of error."""
 
 
 def decide(
@@ -29,9 +29,9 @@ def decide(
     """Place the experts of all layers for an engine that moves the weights itself.
 
     The function never raises an exception, because its caller is the engine. It counts errors in ``FAILURES`` and logs
-    the first one of each type. The result depends only on the arguments: there is no clock, no time budget, and no
-    environment variable. However, the kernels' sums may be rounded differently on CPUs with other vector units, so
-    ``agreement.Agreement`` distributes the result of the first rank.
+    the first one of each type. The result depends only on the arguments, not on a clock, a time budget or environment
+    variables. However, the kernels' sums may be rounded differently on CPUs with different vector units, so
+    ``agreement.Agreement`` distributes the first rank's result.
 
     Parameters
     ----------
@@ -40,8 +40,8 @@ def decide(
     split
         The engine's split of an expert's tokens over its replicas; one of ``planner.settings.SPLITS``.
     timed
-        False if the engine gives only the sum of its window. A change is then not weighed against the cost of its
-        moves, because a single part does not show how much the heat varies.
+        False if the engine passes only the sum of its window. In that case, a change is not weighed against the cost
+        of its moves, because a single part does not show how much the heat varies.
 
     Returns
     -------

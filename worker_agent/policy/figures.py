@@ -1,4 +1,4 @@
-"""Figures of a decision, for the log of policy mode."""
+"""Figures that policy mode logs for each decision."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Int64 = npt.NDArray[np.int64]
 def log_decision(
     heat_NLE: npt.NDArray[np.generic], old_LP: Int64, new_LP: Int64, ranks: int, seconds: float, split: str
 ) -> None:
-    """Log the PAR before and after a decision, if tokens are split evenly, and the number of experts to fetch.
+    """Log the PAR of an even split before and after a decision, and the number of experts to fetch.
 
-    An engine with another split has another PAR, so the line then says that its figures are those of an even split.
+    If the engine uses a different split, its PAR differs, so the line says that the figures assume an even split.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def log_decision(
 
 
 def fetched_experts(old_LP: Int64, new_LP: Int64, ranks: int) -> Int64:
-    """Return the number of experts that ranks must fetch, summed over the ranks of each layer, int64 ``[L]``.
+    """Return the number of experts that ranks must fetch in each layer, summed over the ranks, int64 ``[L]``.
 
     Examples
     --------
@@ -75,11 +75,11 @@ def fetched_experts(old_LP: Int64, new_LP: Int64, ranks: int) -> Int64:
 def par_of_even_split(heat_NLE: npt.NDArray[np.generic], placement_LP: Int64, ranks: int) -> float:
     """Return the mean PAR over parts and layers if each expert's tokens are split evenly over its slots.
 
-    NaN if there are no tokens.
+    The result is NaN if there are no tokens.
 
     Examples
     --------
-    Expert 0 has two replicas, and rank 0 computes 5 + 1 of 8 tokens:
+    Expert 0 has two replicas, so rank 1 receives 5 + 4 of the 16 tokens, and the mean is 8:
 
     >>> round(par_of_even_split(np.array([[[10, 2, 4]]]), np.array([[0, 1, 0, 2]]), ranks=2), 3)
     1.125

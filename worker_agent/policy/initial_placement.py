@@ -1,4 +1,4 @@
-"""Recorded placement from which policy mode starts, for engines that have no option for it, such as vLLM."""
+"""Read a recorded placement for policy mode to start from, for engines such as vLLM that have no option for this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 _MAX_BYTES = 256 << 20
 _VLLM_RECORD = "eplb_initial_mapping"
-"""Type of the record with the placement in a ``.jsonl`` file."""
+"""Type of the record that contains the placement in a ``.jsonl`` file."""
 
 
 class InitialPlacementError(ValueError):
@@ -24,15 +24,15 @@ def read_initial_placement(
 ) -> npt.NDArray[np.int64]:
     """Read a placement that ``eplb solve --out`` or ``eplb placement --out`` has written.
 
-    These are ``.npz`` files, the ``.json`` files of vLLM-Ascend and SGLang, and vLLM's proposed ``.jsonl`` files.
-    Layers are matched in the files' order, as the MoE layers of the model. Draft layers follow them.
+    The formats are ``.npz``, the ``.json`` formats of vLLM-Ascend and SGLang, and vLLM's proposed ``.jsonl`` format.
+    The file's layers are taken as the model's MoE layers, in order, followed by the layers of its draft model.
 
     Parameters
     ----------
     path
         Placement file.
     layers
-        L, number of MoE layers of the model.
+        L, number of MoE layers in the model.
     ranks
         R, number of ranks.
     slots
@@ -50,8 +50,8 @@ def read_initial_placement(
     Raises
     ------
     InitialPlacementError
-        If the file cannot be read, if its placement has another shape, or if an expert has no slot. Additional rows are
-        accepted only if they have the experts in order, as those of draft layers do.
+        If the file cannot be read, if its placement has a different shape, or if an expert has no slot. Additional rows
+        are accepted only if they list the experts in order, as rows of draft layers do.
 
     Examples
     --------
@@ -69,14 +69,14 @@ def read_initial_placement(
 
 
 def _rows_of(path: Path) -> npt.NDArray[Any]:
-    """Return the file's rows, ``[rows, R, S]`` or ``[rows, P]``. Raises ``InitialPlacementError`` without the path."""
+    """Return the file's rows, ``[rows, R, S]`` or ``[rows, P]``. The caller adds the path to errors."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise InitialPlacementError("is larger than 256 MiB, the limit for placement files")
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 if "phy2log" not in arrays:
-                    raise InitialPlacementError("holds no array phy2log")
+                    raise InitialPlacementError("contains no array named phy2log")
                 rows: npt.NDArray[Any] = arrays["phy2log"]
                 return rows
         if path.suffix == ".jsonl":
@@ -101,7 +101,7 @@ def _vllm_record(text: str) -> Any:
     documents = [json.loads(line) for line in text.splitlines() if line.strip()]
     records = [document for document in documents if document.get("record_type") == _VLLM_RECORD]
     if len(records) != 1:
-        raise InitialPlacementError(f"holds {len(records)} records of type {_VLLM_RECORD}; expected one")
+        raise InitialPlacementError(f"contains {len(records)} records of type {_VLLM_RECORD}; expected one")
     return records[0]
 
 
@@ -131,7 +131,7 @@ def _devices(devices: list[dict[str, Any]]) -> list[list[int]]:
 def _checked(
     rows: npt.NDArray[Any], layers: int, ranks: int, slots: int, experts: int, first_layer: int
 ) -> npt.NDArray[np.int64]:
-    """Return the rows of the model's layers. Raises ``InitialPlacementError`` without the path."""
+    """Return the rows of the model's layers. The caller adds the path to errors."""
     if rows.dtype.kind not in "iu" or rows.ndim not in (2, 3) or rows.size == 0:
         raise InitialPlacementError(
             f"has a placement of type {rows.dtype} and shape {list(rows.shape)}; expected integers [layers, ranks, "
@@ -150,14 +150,14 @@ def _checked(
     others_LP = rows_LP[end:]
     if len(rows_LP) < end or (others_LP != np.arange(physical) % experts).any():
         raise InitialPlacementError(
-            f"has {len(rows_LP)} layers, but the model has {end} MoE layers; write it with `--out` and .npz or .jsonl, "
-            "which leave out dense layers, from heat of this model"
+            f"has {len(rows_LP)} layers, but the model has {end} MoE layers; create the file from this model's "
+            "heat, with an `--out` path that ends in .npz or .jsonl, because these formats leave out dense layers"
         )
     model_LP = rows_LP[first_layer:end]
     if model_LP.min() < 0 or model_LP.max() >= experts:
         raise InitialPlacementError(
-            f"names expert {model_LP.max() if model_LP.max() >= experts else model_LP.min()}, but the model has the "
-            f"experts 0 to {experts - 1}"
+            f"refers to expert {model_LP.max() if model_LP.max() >= experts else model_LP.min()}, but the model's "
+            f"experts are 0 to {experts - 1}"
         )
     for layer, row_P in enumerate(model_LP):
         missing = np.setdiff1d(np.arange(experts), row_P)

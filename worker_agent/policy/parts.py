@@ -16,7 +16,7 @@ def parts_of_window(window_TX: torch.Tensor, parts: int) -> torch.Tensor:
     window_TX
         Counts of each step, oldest first, ``[T, ...]``.
     parts
-        Maximum number of parts; there are at most T.
+        Maximum number of parts. There are never more than T.
 
     Examples
     --------
@@ -45,8 +45,8 @@ def heat_of_slots(counts_NLP: torch.Tensor, phy2log_LP: torch.Tensor, experts: i
 
 
 def without_copies(heat_NLE: npt.NDArray[Any], ranks: int) -> npt.NDArray[Any]:
-    """Return the tokens if every rank counted all of them, so that vLLM's sum over the ranks contains each R times.
+    """Divide the counts by R if every rank counted all tokens, and return them unchanged otherwise.
 
-    In that case, all counts are multiples of R. Otherwise, the counts are returned unchanged.
+    If every rank counts all tokens, vLLM's sum over the ranks is R times too large, so all counts are multiples of R.
     """
     return heat_NLE if (heat_NLE % ranks).any() else heat_NLE // ranks

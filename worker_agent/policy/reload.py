@@ -1,7 +1,7 @@
 """Weight loading in vLLM's policy mode: experts return to the slots that vLLM loads them into.
 
-vLLM loads weights into its initial placement, whatever its EPLB has moved since, and keeps the tables of the current
-placement. Without this module, every answer after such a load would be wrong, and no error would be logged.
+vLLM loads weights into its initial placement, regardless of later moves by its EPLB, and keeps the tables of the
+current placement. Without this module, all output after such a load would be wrong, and no error would be logged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOADING = ("reload_weights", "start_weight_update")
 
 
 class ReloadError(RuntimeError):
-    """Raised before vLLM loads weights into slots that now hold other experts."""
+    """Raised if vLLM would load weights into slots that now hold other experts."""
 
 
 def return_before_loading(return_experts: Callable[[Any], None]) -> None:
@@ -60,7 +60,7 @@ def return_experts(
     state
         vLLM's ``EplbState``.
     initial
-        Initial placement of each model, int64 ``[L, P]``, by its key in ``state.model_states``.
+        Initial placement of each model, int64 ``[L, P]``, keyed as in ``state.model_states``.
     rearrange_to
         Function that makes vLLM's synchronous EPLB move the experts of all models to the given placements.
 
@@ -74,7 +74,7 @@ def return_experts(
         return
     if state.is_async:
         raise ReloadError(
-            "vLLM's asynchronous EPLB has moved experts, and vLLM would load the new weights into the slots of others; "
+            "vLLM's asynchronous EPLB has moved experts, so vLLM would load the new weights into the wrong slots; "
             "start with --eplb-config '{\"use_async\": false}', or restart the engine to load weights"
         )
     _log.info("vLLM is loading weights, so all experts return to their initial slots")

@@ -1,4 +1,4 @@
-"""Decisions of a service in policy mode."""
+"""Client that asks a service for the decisions of policy mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ServiceDecision:
             )
             token = settings.token()
             metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-            # A new channel for each decision: there is one every few minutes, and credentials may have rotated.
+            # Open a new channel for each decision. Decisions are minutes apart, and credentials may have been rotated.
             with settings.security.open(settings.service) as channel:
                 stub = agent_pb2_grpc.AgentServiceStub(channel)
                 responses = stub.Decide(
@@ -77,5 +77,5 @@ class ServiceDecision:
 
 
 def service_decision(settings: AgentSettings, split: str) -> ServiceDecision | None:
-    """Return the decision of the service that the settings name; ``None`` if ``EPLB_AGENT_SERVICE`` is not set."""
+    """Return a client for the service named in the settings; ``None`` if ``EPLB_AGENT_SERVICE`` is not set."""
     return ServiceDecision(settings, split) if "service" in settings.model_fields_set else None

@@ -39,9 +39,9 @@ _PARAMETERS = (
 _UPDATE = "sglang.srt.eplb.expert_location.ExpertLocationMetadata.update"
 
 _splits: list[StepSplit] = []
-"""Split per step of each layer; empty if SGLang chooses replicas by its tables."""
+"""Per-step split of each layer; empty if SGLang chooses replicas from its tables."""
 _FAULTY_RELEASES = ("0.5.21", "0.5.22")
-"""Releases whose own EPLB gives wrong answers with most models, unless there is an all-to-all."""
+"""Releases whose own EPLB produces wrong output for most models, unless an all-to-all backend is used."""
 
 _agreements: list[Agreement] = []
 """Agreement of the EP ranks, created with SGLang's EPLB manager; empty if SGLang decides."""
@@ -93,14 +93,14 @@ def _join(*_: Any, **__: Any) -> None:
     # If SGLang cannot apply a hook, it only logs the failure.
     if _ALGORITHM not in HookRegistry._patched:
         raise UnsupportedEngineError(
-            f"SGLang did not apply the hook on {_ALGORITHM}",
+            f"SGLang did not apply the hook to {_ALGORITHM}",
             "SGLang's own algorithm would decide",
             "See SGLang's log for 'Failed to apply hooks'",
         )
     if _release().startswith(_FAULTY_RELEASES) and get_exec().moe.moe_a2a_backend == "none":
         raise UnsupportedEngineError(
-            f"SGLang {_release()} without an all-to-all",
-            "In most models in this release, tokens go to slots by expert number, so every move changes the model's "
+            f"SGLang {_release()} without an all-to-all backend",
+            "In most models, this release uses expert numbers as slot numbers, so every move changes the model's "
             "output",
             "Install SGLang 0.5.23, or start with --moe-a2a-backend deepep",
         )
@@ -117,7 +117,7 @@ def _join(*_: Any, **__: Any) -> None:
 
 
 def _start_splits(group: dist.ProcessGroup) -> bool:
-    """Split passes by step, if the settings and the dispatch permit it. Return True if all passes are split."""
+    """Split passes per step, if the settings and the dispatch permit it. Return True if all passes are split."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     _splits.clear()

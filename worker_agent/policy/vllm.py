@@ -29,22 +29,22 @@ _log = logging.getLogger("eplb.agent")
 _PARAMETERS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices")
 """Parameters of ``rebalance_experts`` in vLLM 0.24 to 0.33."""
 _REARRANGE = ("self", "is_profile", "rank_mapping")
-"""First parameters of ``EplbState.rearrange`` in these releases."""
+"""First parameters of ``EplbState.rearrange`` in vLLM 0.24 to 0.33."""
 _KEY = "default"
 """Name of the policy to replace, because vLLM's asynchronous EPLB accepts no other name."""
 
 
 class PlannerPolicy:
-    """vLLM's ``AbstractEplbPolicy``, decided by this project's planner.
+    """Implementation of vLLM's ``AbstractEplbPolicy``. It lets this project's planner decide.
 
     vLLM calls ``rebalance_experts`` on the class, on the model's thread or on the thread of its asynchronous EPLB, with
-    the sum of the window. ``note_window`` has received the same window in parts before that call, on the model's
-    thread.
+    the sum of the window. Before that call, the patched ``EplbState.rearrange`` stores the same window in parts, on the
+    model's thread.
 
     Attributes
     ----------
     fallback
-        vLLM's own policy, which decides if this one cannot.
+        vLLM's own policy, which decides if the planner cannot.
     agreement
         Agreement of the EP ranks; ``None`` before the first model is loaded.
     """
@@ -67,7 +67,7 @@ class PlannerPolicy:
     ) -> torch.Tensor:
         """Return the new placement, equal on all ranks.
 
-        The conditions below are the same on all ranks, because vLLM passes the same arguments to all of them.
+        All ranks take the same branches, because vLLM passes the same arguments to all of them.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class PlannerPolicy:
 
     @classmethod
     def _start_for(cls, old_LP: Any) -> Int64 | None:
-        """Return the recorded placement for a model of this shape, once."""
+        """Remove and return the initial placement for a model of this shape; ``None`` if there is none."""
         for start_LP in cls._starts:
             if start_LP.shape == old_LP.shape:
                 cls._starts = [other for other in cls._starts if other is not start_LP]
@@ -130,7 +130,7 @@ class PlannerPolicy:
 
 
 def install() -> None:
-    """Replace vLLM's default EPLB policy, and hand it the window in parts.
+    """Replace vLLM's default EPLB policy, and pass the window to the new one in parts.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def install() -> None:
         if PlannerPolicy.agreement is not None and settings.initial_placement is not None and not is_draft:
             start_LP = _initial_placement(settings.initial_placement, model_state, PlannerPolicy.agreement)
             PlannerPolicy._starts = [*PlannerPolicy._starts, start_LP]
-            # vLLM then rearranges after the first step.
+            # With this count, vLLM rearranges after the first step.
             self.expert_rearrangement_step = max(0, self.expert_rearrangement_step_interval - 1)
 
     def return_all(state: Any) -> None:
@@ -183,7 +183,7 @@ def install() -> None:
 
 
 def hand_over_windows(parts: int) -> None:
-    """Patch vLLM's ``EplbState.rearrange`` so that it hands the window to ``PlannerPolicy`` in parts."""
+    """Patch vLLM's ``EplbState.rearrange`` so that it passes the window to ``PlannerPolicy`` in parts."""
     from vllm.distributed.eplb.eplb_state import EplbState
 
     rearrange = EplbState.rearrange
@@ -237,7 +237,7 @@ def require_planner() -> None:
 
 
 class _Splits:
-    """Splits per step of this process's models.
+    """Per-step splits of this process's models.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ class _Splits:
     Attributes
     ----------
     whole
-        True if all passes are split by step, so that the planner may place experts for this split.
+        True if all passes are split per step, so that the planner may place experts for this split.
     """
 
     def __init__(self, setting: StepSplitSetting) -> None:
@@ -263,7 +263,7 @@ class _Splits:
             step_split.follow_commits(self._by_state)
 
     def start(self, model_state: Any, parallel_config: Any) -> None:
-        """Split a model's passes by step if the setting and the dispatch permit it (collective over the EP group)."""
+        """Split a model's passes per step if the setting and the dispatch permit it (collective over the EP group)."""
         from vllm.distributed.parallel_state import get_ep_group
 
         group = get_ep_group()
@@ -274,7 +274,10 @@ class _Splits:
 
 
 def _join(state: Any, split: str) -> Agreement | None:
-    """Return the agreement of the EP ranks, over the group that only vLLM's EPLB uses."""
+    """Create the ``Agreement`` of the EP ranks, which communicates over the group that only vLLM's EPLB uses.
+
+    Returns ``None`` if elastic expert parallelism is enabled.
+    """
     from vllm.distributed.parallel_state import get_eplb_group
 
     if getattr(state.parallel_config, "enable_elastic_ep", False):
@@ -284,9 +287,9 @@ def _join(state: Any, split: str) -> Agreement | None:
 
 
 def _initial_placement(path: Path, model_state: Any, agreement: Agreement) -> Int64:
-    """Return the placement that the first rank reads, on all ranks, int64 ``[L, P]`` (collective over the EP group).
+    """Read a placement on the first rank and return it on all ranks, int64 ``[L, P]`` (collective over the EP group).
 
-    Raises ``InitialPlacementError`` on the first rank if the file does not hold a placement of this model. The engine
+    Raises ``InitialPlacementError`` on all ranks if the file does not contain a placement for this model. The engine
     then stops.
     """
     layers, physical = model_state.physical_to_logical_map.shape
@@ -295,7 +298,7 @@ def _initial_placement(path: Path, model_state: Any, agreement: Agreement) -> In
     if not agreement.is_first:
         shared_LP = agreement.share(None, (layers, physical))
         if shared_LP is None:
-            raise InitialPlacementError(f"{path}: the first rank could not read it")
+            raise InitialPlacementError(f"{path}: the first rank could not read this placement file")
         return shared_LP
     try:
         start_LP = read_initial_placement(path, layers, ranks, physical // ranks, experts)
@@ -308,12 +311,12 @@ def _initial_placement(path: Path, model_state: Any, agreement: Agreement) -> In
 
 
 def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the sum of each model's window and its parts, summed over all ranks (collective over the EP group).
+    """Return the sum and the parts of each model's window, over all ranks (collective over the EP group).
 
     Returns
     -------
     list of tuple
-        For each model, its sum, int64 ``[L, E]``, which vLLM passes to the policy, and its parts, int64 ``[N, L, E]``.
+        For each model, the sum that vLLM passes to the policy, int64 ``[L, E]``, and the parts, int64 ``[N, L, E]``.
     """
     from vllm.distributed.parallel_state import get_ep_group
 
@@ -323,7 +326,7 @@ def _windows_of(state: Any, parts: int) -> list[tuple[torch.Tensor, torch.Tensor
         rows = window_TLP.shape[0]
         ordered_TLP = torch.roll(window_TLP, -state.expert_load_window_step, 0)
         # vLLM assigns every row to the experts that are in the slots now, but rows from before the last rearrangement
-        # were counted for other experts.
+        # are counts of other experts.
         valid = min(rows, state.expert_rearrangement_step_interval)
         older_LP = ordered_TLP[: rows - valid].sum(dim=0, keepdim=True)
         counts_NLP = torch.cat([older_LP, parts_of_window(ordered_TLP[rows - valid :], parts)]).long()

@@ -76,7 +76,7 @@ class Settlement:
         return self if self.verdict is not None else replace(self, verdict=Verdict.COMMITTED)
 
     def with_doubt(self) -> Settlement:
-        """Record that this rank has no outcome, or that a peer asked before it arrived."""
+        """Record that this rank has no outcome, or that a peer asked before the outcome arrived."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.IN_DOUBT)
 
     def with_answer(self, peer: int, verdict: Verdict) -> Settlement:
@@ -92,7 +92,7 @@ class Settlement:
 
 
 class CommitRegister:
-    """Results of the most recent votes on this rank. It answers peers' questions and settles votes without an outcome.
+    """Register of this rank's latest vote results. It answers peers' questions and settles votes without an outcome.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class CommitRegister:
     def may_commit(self, vote: int, *, has_outcome: bool) -> bool:
         """Return True if the vote commits its layer on all ranks.
 
-        A rank that has the outcome does not wait, unless a peer asked before it arrived.
+        A rank that has the outcome does not wait, unless a peer asked before the outcome arrived.
 
         Parameters
         ----------

@@ -43,7 +43,7 @@ from worker_agent.swap.vote_link import VoteError
 _log = logging.getLogger("eplb.agent")
 
 _POLL_SECONDS = 0.005
-"""Polling interval for other threads while the model is paused."""
+"""Interval at which the model's thread polls other threads while the model is paused."""
 _OFFER_DEADLINE_STEPS = 512
 """Number of steps after which a plan that has not reached every rank is dropped."""
 
@@ -80,7 +80,7 @@ class SwitchStats:
 
 
 class SwitchCallbacks(NamedTuple):
-    """Agent callbacks that the layer switch calls."""
+    """The agent's callbacks for events of the layer switch."""
 
     on_status: Callable[[PlanStatus], None]
     """Called with each plan status to send to the service."""
@@ -119,7 +119,7 @@ class SwitchDriver:
     budget
         Byte budget for transfers.
     votes
-        Schedule of the votes.
+        Vote schedule.
     transfers
         Thread that carries out transfers.
     """
@@ -159,7 +159,7 @@ class SwitchDriver:
         self._step = 0
         self._staged: TransferResult | None = None
         self._unreported_commits: list[tuple[PlanStatus, RankLayout]] = []
-        """Statuses to report once all ranks have installed the part, each with the layout after that layer's commit."""
+        """Statuses to report once all ranks have installed the part, each with the layout after its layer's commit."""
         self._trouble: str | None = None
         """Reason to open a new vote link at the next step boundary, or ``None``."""
 
@@ -272,7 +272,7 @@ class SwitchDriver:
         self._wait_for_reader()
 
     def _wait_for_reader(self) -> None:
-        """Wait until no thread reads a live expert. Give up after the transfer timeout, because a device may hang."""
+        """Wait until no thread reads a live expert, but not beyond the transfer timeout, because a device may hang."""
         end = self._runtime.now() + self._settings.transfer_timeout_seconds
         while self._replicas.reading:
             if self._runtime.now() > end:
@@ -307,11 +307,11 @@ class SwitchDriver:
         self.state = self.state.resumed()
 
     def close(self) -> None:
-        """Stop voting and all threads, without waiting for other ranks to do the same.
+        """Stop voting, and stop all threads, without waiting for other ranks to do so.
 
-        If a vote that could commit a layer is in progress, the ranks settle it. No rank commits unless a peer has
-        already committed at this same boundary; this rank then commits too. Raises ``FatalSwitchError`` if a
-        rank that may have committed does not answer.
+        If a vote that could commit a layer is in progress, the ranks settle it. A rank commits only if a peer has
+        already committed at the same boundary. Raises ``FatalSwitchError`` if a rank that may have committed does not
+        answer.
         """
         try:
             voter = self.votes.voter
@@ -393,7 +393,7 @@ class SwitchDriver:
             yield
         except (FatalSwitchError, GeneratorExit):
             # The generator is closed if an error occurs just outside the block. That error is not fatal, because the
-            # outcome is either still unknown and settled later, or has been applied completely.
+            # outcome is either unknown and will be settled later, or has been applied completely.
             raise
         except BaseException as error:
             if not may_commit:
@@ -407,7 +407,7 @@ class SwitchDriver:
             raise FatalSwitchError(reason) from error
 
     def _settle(self, voter: Voter) -> VoteOutcome:
-        """Settle the last vote, carry out its outcome, and return it."""
+        """Settle the last vote, carry out its outcome, and return the outcome."""
         with self._fatal_if(voter.may_commit):
             outcome = voter.settle(self._step)
             self._apply(self.state.decide(outcome))
@@ -436,7 +436,7 @@ class SwitchDriver:
     # Actions of the state machine
 
     def _apply(self, transition: Transition) -> None:
-        """Adopt the new state and carry out its actions."""
+        """Adopt a transition's new state, and carry out its actions."""
         after, actions = transition
         # Until a commit's copies are complete, the slots do not match the new state.
         self._committing = any(isinstance(action, Commit) for action in actions)

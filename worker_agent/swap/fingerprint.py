@@ -1,4 +1,4 @@
-"""Fingerprints of live experts. Ranks compare them before serving to detect that they loaded different weights."""
+"""Fingerprints of live experts. Ranks compare them before serving, to detect ranks that loaded different weights."""
 
 from __future__ import annotations
 

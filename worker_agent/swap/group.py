@@ -65,7 +65,7 @@ class AgentGroup:
     store
         Store for values that ranks exchange to open process groups.
     register
-        Results of the most recent votes on this rank.
+        Register of this rank's latest vote results.
     failure
         Reason why a rank of the group, either this one or a peer, must no longer serve; ``None`` if all may serve.
     installed_vote
@@ -322,7 +322,8 @@ def _reachable(address: str) -> str:
     resolved = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
     if ipaddress.ip_address(resolved).is_loopback:
         raise OSError(
-            f"it resolves to the loopback address {resolved}; set data_host to an address that other hosts can reach"
+            f"{address} resolves to the loopback address {resolved}; set data_host to an address that other hosts can "
+            "reach"
         )
     return resolved
 

@@ -29,8 +29,8 @@ from worker_agent.swap.group import AgentGroup
 
 _POLL_SECONDS = 0.0001
 _NEVER = timedelta(days=365)
-"""Timeout passed to the device libraries, whose watchdogs end the process when a timeout expires. Transfers enforce
-their own deadlines instead."""
+"""Timeout passed to the device libraries, whose watchdogs terminate the process when a timeout expires. Transfers
+enforce their own deadlines instead."""
 _MAX_NCCL_BLOCKS = 4
 """Maximum number of thread blocks per transfer. The model's kernels run at the same time, and some of them need all the
 remaining blocks."""
@@ -48,7 +48,7 @@ class Parcel:
     peer
         Rank at the other end.
     data
-        The memory. Lanes accept uint8 ``[n]``, or a whole tensor if its memory is in blocks.
+        The memory. Lanes accept uint8 ``[n]``, or a whole tensor if its format is blocked (NZ).
     expert
         Logical expert, for error messages; -1 if irrelevant.
     """
@@ -132,8 +132,9 @@ class _HostLane:
     def meet(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel], deadline: Deadline) -> None:
         """Exchange announcements with all peers that take part, and check those of the sending peers.
 
-        Without this check, gloo would end the process if sizes differed, and a device would wait forever for bytes that
-        its peer never sends. Raises ``ValueError`` if a peer announces pieces that do not match ``incoming``.
+        Without this check, gloo would terminate the process if sizes differed, and a device would wait forever for
+        bytes that its peer never sends. Raises ``ValueError`` if a peer announces pieces that do not match
+        ``incoming``.
         """
         works = []
         received = dict[int, torch.Tensor]()
@@ -277,7 +278,7 @@ class _DeviceLane:
     def _at_storage_start(self, direction: str, parcel: Parcel) -> Parcel:
         """Return a parcel that the library can transfer: ``parcel`` itself, or a bounce buffer of its size.
 
-        Raises ``ValueError`` if the memory is in blocks and begins in the middle of its storage.
+        Raises ``ValueError`` if the memory format is blocked and the memory begins in the middle of its storage.
         """
         if self._group.sends_views or parcel.data.storage_offset() == 0:
             return parcel
@@ -357,7 +358,7 @@ class _NcclGroup:
 
 @contextlib.contextmanager
 def _nccl_errors_do_not_end_the_process() -> Iterator[None]:
-    """Return a context for creating an NCCL group that survives a peer's errors.
+    """Return a context manager for creating an NCCL group that survives a peer's errors.
 
     torch reads the relevant environment variables only during construction. They are restored on exit.
     """
@@ -462,8 +463,8 @@ def choose_backend(requested: TransferBackend, device_type: str) -> str:
     if requested not in ("gloo", library):
         supported = next(device for device, backend in _LIBRARIES.items() if backend == requested)
         raise ValueError(
-            f"transfer_backend {requested} moves experts between {supported} devices, but they are on {device_type} "
-            "here; set it to auto, or to gloo, which transfers through the host"
+            f"transfer_backend {requested} moves experts between {supported} devices, but the experts are on "
+            f"{device_type} here; set transfer_backend to auto, or to gloo, which transfers through the host"
         )
     return requested
 
@@ -531,7 +532,7 @@ class Lanes:
             opened.result(seconds)
         except Exception as error:
             detail = f": {error}" if opened.done() else f" within {seconds:g} s"
-            raise RuntimeError(f"no {self._backend} lane could be opened{detail}") from error
+            raise RuntimeError(f"could not open a {self._backend} lane{detail}") from error
 
     def retire(self) -> None:
         """Retire the open lane, if any. A retired lane is never used again."""

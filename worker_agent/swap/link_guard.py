@@ -1,9 +1,9 @@
 """Guards the agents' listening sockets: only the formation's hosts may connect, and only until the links are open.
 
 gloo listens for as long as a group exists, and accepts and keeps every connection. A stranger could therefore exhaust
-the process's file descriptors, at which point gloo ends the process. Closing gloo's socket from outside would make its
-event loop spin. Instead, a filter on the socket makes the kernel drop packets from other hosts. Open links are not
-affected.
+the process's file descriptors, at which point gloo terminates the process. Closing gloo's socket from outside would
+make its event loop spin. Instead, a filter on the socket makes the kernel drop packets from other hosts. Open links are
+not affected.
 """
 
 from __future__ import annotations

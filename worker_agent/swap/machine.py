@@ -211,7 +211,7 @@ class VoteOutcome:
         if self.abort or self.plan_low not in (0, self.plan_high):
             return VoteResult.ABORT
         if self.called_off and self.slowest != Progress.TRANSFERRING:
-            # No rank has bytes in flight, so the next plan can use the same lane at once.
+            # No rank has bytes in flight, so the next plan can use the same lane immediately.
             return VoteResult.CALL_OFF
         if self.plan_low == 0:
             return VoteResult.NOTHING
@@ -274,7 +274,7 @@ class Halted:
 
 
 Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
-"""Action requested by the machine. The driver reports each ``PlanStatus``, and drops a plan's staging along with it."""
+"""Action requested by the machine. The driver reports each ``PlanStatus``, and discards a dropped plan's staging."""
 
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 """State after an event, and the actions to carry out in order."""
@@ -442,7 +442,7 @@ class SwitchState:
         after = self
         if (self.halted is self.paused is self.votes_lost is None) and plan.leader_term >= self.highest_term:
             # A new plan from the service supersedes the earlier one.
-            after = self._with_abort_wish(f"the service has replaced it with plan {plan.plan_id}")
+            after = self._with_abort_wish(f"the service has replaced this plan with plan {plan.plan_id}")
         return after, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def call_off(self, plan_id: int) -> Transition:
@@ -496,18 +496,19 @@ class SwitchState:
             return f"the ranks are not voting: {self.votes_lost}"
         if plan.leader_term < self.highest_term:
             return (
-                f"leader term {plan.leader_term} is lower than {self.highest_term}, the highest on this rank"
+                f"leader term {plan.leader_term} is lower than {self.highest_term}, the highest that this rank has "
+                "received"
             )
         if self.plan is not None:
             return f"plan {self.plan.plan_id} is still in progress; this rank now votes to abort it"
         if self.transfer_runs:
             return "the transfer of an aborted plan is still running"
         if plan.base_epoch != self.installed.epoch:
-            return f"the plan starts from epoch {plan.base_epoch}, but this rank serves epoch {self.installed.epoch}"
+            return f"the plan starts from epoch {plan.base_epoch}, but this rank is at epoch {self.installed.epoch}"
         if plan.base_digest != self.installed.digest:
             return (
                 f"the plan starts from the placement with digest {plan.base_digest:#x} in epoch {plan.base_epoch}, but "
-                f"this rank serves digest {self.installed.digest:#x}"
+                f"this rank's placement has digest {self.installed.digest:#x}"
             )
         if checked_for != self.installed.digest:
             return "a layer was switched between this plan's check and its offer"

@@ -4,7 +4,7 @@ There is no server. Every rank keeps its own values and answers for itself, so t
 
 Questions are sent as datagrams. If a peer does not answer, the question is also sent over its presence link, because a
 network may drop one kind of traffic but not the other. A datagram without a valid HMAC is dropped unread, so a stranger
-can neither ask nor answer questions, nor fill memory.
+can neither ask nor answer questions, nor exhaust memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_PORTS = 64
 _RETRY_SECONDS = 0.05
 _COMPLAINT_SECONDS = 60.0
 _GONE_SECONDS = 30.0
-"""Minimum time for which a peer must seem gone. Firewalls and proxies restart faster than that."""
+"""Minimum time for which a peer must seem gone to count as gone. Firewalls and proxies restart faster than that."""
 _QUESTION, _ANSWER, _CLAIM = b"q", b"a", b"c"
 """Message kinds. The kind is part of the authenticated bytes."""
 
@@ -76,7 +76,7 @@ class Peers:
     hosts : set of str
         Source addresses of questions from members of the formation.
     vote_link_ended : callable
-        Callable that returns True if the ranks' last vote link is closed. Until then, no peer counts as gone.
+        Callable that returns True if the ranks' last vote link is closed. While it is open, no peer counts as gone.
     """
 
     rank: int
@@ -191,7 +191,7 @@ class Peers:
         Parameters
         ----------
         statement
-            Question whose only answer is an acknowledgement.
+            Message that peers answer only with an acknowledgement.
         seconds
             Time limit.
         """
@@ -222,7 +222,7 @@ class Peers:
     def _ask_once(
         self, rank: int, client: socket.socket, nonce: bytes, question: bytes, seconds: float
     ) -> bytes | None:
-        """Send a question once and wait for the answer. If the peer was silent, also send it over the link.
+        """Send a question once and wait for the answer. If the peer was silent, also send the question over the link.
 
         Returns ``None`` if there is no answer within ``seconds``.
         """
@@ -288,7 +288,7 @@ class Peers:
                 self._socket.sendto(answer, sender)
 
     def _answer_to(self, message: bytes) -> bytes | None:
-        """Return the sealed answer to a member's question; ``None`` if there is none yet, and for any other message."""
+        """Return the sealed answer to a member's question; ``None`` if none exists yet, or for any other message."""
         body = self._unseal(_QUESTION, message)
         if body is None or len(body) < _NONCE_BYTES:
             return None
@@ -311,7 +311,7 @@ def seconds_until_gone(patience: float) -> float:
 
 
 class Inquiry:
-    """Repeated questions to peers about one vote.
+    """Inquiry about one vote, which asks peers repeatedly.
 
     A firewall and a broken vote link can make a live peer seem gone. A peer therefore counts as gone only after it has
     seemed gone for ``seconds_until_gone(patience)`` without interruption.
@@ -421,7 +421,7 @@ class PeerStore(dist.Store):
         return self._wait_for(key, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have been set, and keep their values. Raises ``TimeoutError`` after the time limit."""
+        """Wait until all keys have been set, and copy their values. Raises ``TimeoutError`` after the time limit."""
         for key in keys:
             self.set(key, self._wait_for(key, timeout or self._timeout))
 
@@ -437,7 +437,7 @@ class PeerStore(dist.Store):
         end = self._peers.runtime.now() + timeout.total_seconds()
         while (value := self._look_up(key)) is None:
             if self._peers.runtime.now() > end:
-                raise TimeoutError(f"no rank set {key} within {timeout.total_seconds():g} s")
+                raise TimeoutError(f"no rank set {key!r} within {timeout.total_seconds():g} s")
         return value
 
     def _look_up(self, key: str) -> bytes | None:

@@ -211,7 +211,7 @@ def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayou
         that share tokens would get different tables, or a rank-bound expert would leave its rank.
     """
     if identity.shape.observed:
-        raise WireError("this agent only observes (EPLB_AGENT_MODE=observe) and moves no experts")
+        raise WireError("this agent only observes (EPLB_AGENT_MODE=observe) and does not move experts")
     plan = decode_plan(message, identity.shape)
     for layer in plan.layers:
         installed_RS = installed.placement.phy2log_LRS[layer.layer]
@@ -229,8 +229,8 @@ def _check_rank_bound(layer: int, phy2log_RS: Int32, installed_RS: Int32) -> Non
         received = np.setdiff1d(slots_S, installed_S)
         if received.size:
             raise WireError(
-                f"layer {layer} phy2log: rank {rank} would get expert {received[0]}, but grouped experts stay on "
-                "their ranks"
+                f"layer {layer} phy2log: rank {rank} would get expert {received[0]}, but grouped experts must "
+                "stay on their ranks"
             )
 
 

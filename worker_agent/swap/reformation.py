@@ -73,7 +73,7 @@ class _RestRequest:
 
 
 class Reformation:
-    """Repeated attempts to open a new vote link, until all ranks have joined.
+    """Procedure that repeatedly attempts to open a new vote link, until all ranks have joined.
 
     If any rank requires it (``astray``), or if the ranks' pass counts are far apart, the ranks first agree on a new
     number for the current forward pass. To do so, each rank's model thread comes to rest between two passes (``rest``),
@@ -299,7 +299,7 @@ class Reformation:
     def _compare_queues(
         self, link: VoteLink, number: int, clock: ForwardClock, seconds: float
     ) -> tuple[int, int]:
-        """Wait until this rank's device is quiet or any rank gives up. Return this rank's and the lowest state."""
+        """Wait until this rank's device is quiet or any rank gives up. Return the rank's state and the lowest state."""
         state = _QUEUED
         lowest = _QUEUED
         with suppress(VoteError):

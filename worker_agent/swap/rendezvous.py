@@ -85,7 +85,7 @@ class _Facts:
     shape
         Deployment shape as seen by this rank.
     shares_tokens
-        True if any layer's dispatch shows the same tokens to several ranks.
+        True if several ranks see the same tokens in any layer's dispatch.
     gathers_all
         True if any layer's dispatch gathers the tokens of all ranks.
     fingerprints_LS
@@ -367,8 +367,8 @@ def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
 def _counts(layers: Sequence[LiveLayer]) -> tuple[str, ...]:
     """Return the names of the kinds of token counts that all layers provide.
 
-    One kind is enough, because the service can derive slot counts from the source heat. Raises ``ValueError`` if there
-    are none.
+    One kind is enough, because the service can derive slot counts from the source heat. Raises ``ValueError`` if no
+    kind is provided by all layers.
     """
     names = ("moe_load", "source_load")
     available = tuple(name for name in names if all(getattr(layer, name) is not None for layer in layers))
@@ -391,7 +391,7 @@ def _check_facts(received: Sequence[_Facts | str]) -> list[_Facts]:
         facts.append(fact_or_error)
     members = Counter(fact.token_group for fact in facts)
     for rank, fact in enumerate(facts):
-        # Without a token group, the service would give ranks that see the same tokens different tables.
+        # Without a token group, the service would give different tables to ranks that see the same tokens.
         if fact.shares_tokens and len(facts) > 1 and members[fact.token_group] == 1:
             raise RendezvousError(
                 f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but its token group has no "

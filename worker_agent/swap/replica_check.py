@@ -1,9 +1,9 @@
 """Checks live experts against their stored checksums and against their replicas on other ranks.
 
 A stray write to an expert makes its rank's outputs wrong, and a later transfer would copy the damage to other ranks
-with a valid checksum. The check reads one expert after another in the background, and every expert before it is sent.
-Differences are reported, and a damaged expert is not sent. The check never stops a rank, because the host may be
-changing weights.
+with a valid checksum. The check reads one expert after another in the background. It also reads every expert just
+before the expert is sent. Differences are reported, and a damaged expert is not sent. The check never stops a rank,
+because the host may be changing weights.
 
 Like the rendezvous, the check compares bytes, so 0.0 and -0.0 differ. Replicas that the same code has loaded from the
 same checkpoint have equal bytes.

@@ -145,7 +145,7 @@ def install_layer(
     Raises
     ------
     FatalSwitchError
-        If anything fails. The layer may then be partially written.
+        If any step fails. The layer may then be partially written.
     """
     try:
         local_E = expert_map(update.phy2log_RS[rank], live.expert_map.shape[0])

@@ -19,11 +19,11 @@ from worker_agent.live_layer import LiveLayer
 from worker_agent.swap.rank_layout import RankLayout
 
 _ROUND_BOUNDARIES = 256
-"""Number of step boundaries within which each layer's tables are compared once. More layers than this take longer."""
+"""Number of step boundaries within which each layer's tables are compared once, if there are at most as many layers."""
 
 
 class _Snapshot(NamedTuple):
-    """Copies of a layer's tables from the device, each with the table that was committed when the copy was queued."""
+    """Snapshot of a layer's tables on the device. Each copy is stored with the table committed when it was queued."""
 
     layer: int
     step: int

@@ -41,7 +41,7 @@ _LATE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class StagedLayer:
-    """Experts of one layer that a transfer has staged.
+    """Layer whose received experts are in staging.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class ByteBudget:
 
     @property
     def batch_bytes(self) -> int:
-        """Maximum number of bytes to exchange at once."""
+        """Maximum number of bytes to exchange in one batch."""
         return sys.maxsize if self._bytes_per_step is None else self._bytes_per_step
 
     def rest(self, duration: float, size: int, longest: float) -> None:
@@ -212,7 +212,7 @@ class TransferWorker:
     runtime
         Clock, threads and queues.
     replicas
-        Checker for live experts, run between transfers and before experts are sent; ``None`` for no check.
+        Checker for live experts, run between transfers and before experts are sent; ``None`` to skip this check.
 
     Attributes
     ----------
@@ -264,12 +264,12 @@ class TransferWorker:
                 self.staging.reserve([weights], [rows])
         except Exception as error:
             raise RuntimeError(
-                f"staging for {rows} incoming experts cannot be reserved: {error}; lower EPLB_AGENT_STAGING_MIB"
+                f"cannot reserve staging for {rows} incoming experts: {error}; lower EPLB_AGENT_STAGING_MIB"
             ) from error
 
     @property
     def failing(self) -> str | None:
-        """Reason why the thread will not finish its queued work, or ``None`` if it still may or has no work."""
+        """Reason why the thread will not finish its queued work; ``None`` if it may still finish, or has no work."""
         if self._overdue_at is None and self._finished_checks == self._queued_checks:
             return None
         if not self._thread.is_alive():
@@ -315,7 +315,7 @@ class TransferWorker:
 
     def poll(self) -> TransferResult | None:
         """Return the result of a transfer that has ended since the last call, or ``None``. This never waits."""
-        # This runs at every step, and this test is cheaper than the exception that an empty queue raises.
+        # This method runs at every step, and the test is cheaper than the exception that an empty queue raises.
         if self._results.empty():
             return None
         self._overdue_at = None
@@ -324,8 +324,8 @@ class TransferWorker:
     def close(self) -> None:
         """Have the thread finish its current job, retire its lane, and exit."""
         self._jobs.put(None)
-        # An idle thread exits at once. Wait for it, because a lane must not be closed while Python itself is shutting
-        # down.
+        # An idle thread exits immediately. Wait for it, because a lane must not be closed while Python itself is
+        # shutting down.
         self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
@@ -337,9 +337,7 @@ class TransferWorker:
             try:
                 self._compare_installed(order, weights[0], ready)
             except Exception as failure:
-                self.damaged = (
-                    f"the installed experts could not be compared with the senders' checksums: {failure}"
-                )
+                self.damaged = f"cannot compare the installed experts with the senders' checksums: {failure}"
             self._finished_checks += 1
         self._lanes.retire()
 
@@ -351,7 +349,7 @@ class TransferWorker:
             try:
                 self._replicas.turn(self._stream)
             except Exception:
-                _log.exception("rank %d: a live expert could not be compared", self._lanes.rank)
+                _log.exception("rank %d: could not check a live expert", self._lanes.rank)
         return self._jobs.get()
 
     def _compare_installed(self, order: _InstallCheck, weights: Sequence[ExpertWeights], ready: Mark) -> None:
@@ -373,7 +371,7 @@ class TransferWorker:
                 return TransferResult(order.generation, self._transfer_layers(order, weights, ready))
         except Exception as failure:
             # Discard staging, because late bytes may still be written to it. Retire the lane, so that peers get an
-            # error at once instead of waiting for this rank.
+            # error immediately instead of waiting for this rank.
             self._lanes.retire()
             self.staging.drop()
             numbers = ", ".join(str(layer.layer) for layer in order.layers)
@@ -420,7 +418,7 @@ class TransferWorker:
         live: Sequence[ExpertWeights],
         staged: Sequence[ExpertWeights],
     ) -> dict[int, int]:
-        """Transfer one layer's experts, round by round. Return the senders' checksums by row of ``staged``."""
+        """Transfer one layer's experts, round by round. Return the senders' checksums, keyed by row of ``staged``."""
         sums: dict[int, int] = {}
         for outgoing, incoming, row in _parcels_by_round(moves_M5, self._lanes.rank, live, staged):
             if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
@@ -435,7 +433,7 @@ class TransferWorker:
 
 
 class _ExpertExchanger:
-    """Exchange of whole experts over a lane, within the byte budget. It can verify the received experts."""
+    """Exchanges whole experts over a lane, within the byte budget. It can verify the received experts."""
 
     def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline) -> None:
         self._lane = lane
@@ -457,7 +455,7 @@ class _ExpertExchanger:
         Returns
         -------
         int or None
-            The sender's checksum of the received expert; ``None`` without ``verify`` or ``incoming``.
+            The sender's checksum of the received expert; ``None`` if ``verify`` is false or ``incoming`` is empty.
 
         Raises
         ------
@@ -509,7 +507,7 @@ class _ExpertExchanger:
 
 
 def _pieces(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Split parcels into messages. A tensor in blocks is not split, because it can only be sent as a whole."""
+    """Split parcels into messages. A tensor in a blocked format is not split, because it can only be sent whole."""
     pieces = []
     for parcel in parcels:
         whole = in_blocks(parcel.data)

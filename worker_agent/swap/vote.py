@@ -23,7 +23,7 @@ from worker_agent.swap.vote_link import Kind, Reduction, VoteError, VoteLink
 _INSTALL_SECONDS = 30.0
 """Maximum time to wait for all ranks to confirm an install over the vote link. After that, this rank asks each peer."""
 _FAILURE_SECONDS = 0.5
-"""Interval for checking whether a peer has reported a failure, which may arrive before its link is seen to close."""
+"""Interval for checking if a peer has reported a failure. The report may arrive before the peer's link closes."""
 _SUSPICION_SECONDS = 5.0
 """Time after which a rank that lacks ballots asks its peers for their positions, to find a stuck pass count."""
 _VOTE_LAG = 2
@@ -185,7 +185,7 @@ class Voter:
         return None if answers is None else True
 
     def leave(self) -> None:
-        """Stop voting without waiting. The other ranks notice at once that the link is closed.
+        """Stop voting without waiting. The other ranks notice immediately that the link is closed.
 
         A vote in progress may still have to be settled, because other ranks may have its outcome.
         """
@@ -276,12 +276,12 @@ class VoteSchedule:
 
     @property
     def complaint(self) -> str | None:
-        """Problem that keeps the ranks from resuming their votes, or ``None``."""
+        """Problem that keeps the ranks from voting again, or ``None``."""
         return None if self._reformation is None else self._reformation.complaint
 
     @property
     def trouble(self) -> str | None:
-        """Reason to open a new vote link that does not follow from a vote's outcome; ``None`` if there is none."""
+        """Reason to open a new vote link, other than the outcome of a vote; ``None`` if there is none."""
         if self._group.peer_left and self.voter is not None:
             # The link is broken, but this rank would only notice at its next vote, which may be far off.
             return "another rank has left the vote link"
@@ -335,7 +335,7 @@ class VoteSchedule:
         self._astray_votes = 0
 
     def rest(self) -> bool:
-        """If requested, renumber this forward pass together with the other ranks. Return True if this succeeds."""
+        """If requested, agree with the other ranks on a new number for this pass. Return True on success."""
         reformation = self._reformation
         return reformation is not None and reformation.rest(
             self._clock, self._settings.commit_timeout_seconds

@@ -1,7 +1,7 @@
 """Link over which the ranks vote. Its collectives all have the same width, and carry their kind and number.
 
 Ranks can get out of step, for example after an interrupt that only one host survived. Their collectives could then
-differ in buffer size, and gloo would end the process. With equal widths, every rank gets an error instead.
+differ in buffer size, and gloo would terminate the process. With equal widths, every rank gets an error instead.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class VoteLink:
         return False
 
     def leave(self) -> None:
-        """Close the link without waiting. The other ranks notice at once that it is closed."""
+        """Close the link without waiting. The other ranks notice immediately that it is closed."""
         # Destroying a group waits for its pending collective, up to the timeout, so a separate thread does it. That
         # thread is not a daemon, because destroying a group while the interpreter shuts down would abort the process.
         references: list[Any] = [self._last, self._group]

@@ -37,7 +37,7 @@ class _FlashLB:
         self._policy = module.FlashLB()
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide based on the heat per step and slot. FlashLB returns the list of layers that it changes."""
+        """Make the decision from the heat per step and slot. FlashLB returns the list of layers that it changes."""
         self._group.world_size = scene.placement_LRS.shape[1]
         workload = self._torch.from_numpy(_by_slot(scene))
         current = self._torch.from_numpy(scene.placement_LRS.copy())
@@ -97,7 +97,7 @@ class _Stair:
         self._committed_L = np.zeros(0)
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide based on the heat per step and expert, with all ranks on one node."""
+        """Make the decision from the heat per step and expert, with all ranks on one node."""
         layers, ranks, _ = scene.placement_LRS.shape
         if self._committed_L.size != layers:
             self._committed_L = np.full(layers, np.nan)
@@ -121,7 +121,7 @@ class _VllmDefault:
         self._policy = import_from(VLLM, "default").DefaultEplbPolicy
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide based on the window's summed heat."""
+        """Make the decision from the window's summed heat."""
         layers, ranks, slots = scene.placement_LRS.shape
         weight = self._torch.from_numpy(scene.heat_TLE.sum(axis=0).astype(np.float32))
         current = self._torch.from_numpy(scene.placement_LRS.reshape(layers, -1).astype(np.int64))
@@ -141,7 +141,7 @@ class _Sglang:
         self._policy = import_from(SGLANG, module)
 
     def decide(self, scene: Scene) -> Decision:
-        """Decide based on the summed heat for ``deepseek``, and on the heat per step for ``deepseek_vec``."""
+        """Make the decision from the summed heat for ``deepseek``, and from the heat per step for ``deepseek_vec``."""
         layers, ranks, slots = scene.placement_LRS.shape
         heat = self._torch.from_numpy(scene.heat_TLE.astype(np.float32))
 

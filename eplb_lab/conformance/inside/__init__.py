@@ -1,1 +1,1 @@
-"""Modules that run in the processes of the engine under test. They import nothing else of ``eplb_lab``."""
+"""Modules that run in the processes of the engine under test. They import nothing else from ``eplb_lab``."""

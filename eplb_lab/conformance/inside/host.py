@@ -1,4 +1,4 @@
-"""Loop of a process that hosts an engine: calls arrive as JSON lines on one pipe, and replies leave on another."""
+"""Loop of a process that hosts an engine: calls arrive as JSON lines on one pipe, and replies are sent on another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 
 class Host(Protocol):
-    """The engine's calls that the kit makes."""
+    """Interface of a hosted engine: the calls that the kit makes."""
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[Any]]:
-        """Return ``[ids, logprobs]`` of every prompt."""
+        """Return ``[ids, logprobs]`` for every prompt."""
 
     def sleep_and_wake(self) -> None:
-        """Offload the weights, then bring them back."""
+        """Offload the weights, then restore them."""
 
     def reload(self) -> None:
         """Load the weights from the checkpoint again."""

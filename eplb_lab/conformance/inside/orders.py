@@ -1,7 +1,7 @@
 """Orders for an engine's EPLB, exchanged through files in one folder.
 
 The kit writes ``order-N.json``. The first rank reads them in order, one per rearrangement, and sends each to all ranks,
-so that all ranks adopt the same placement in the same step. ``state.json`` has its progress.
+so that all ranks adopt the same placement in the same step. ``state.json`` contains the first rank's progress.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "CONFORMANCE_FOLDER"
-"""Variable that names the folder. Without it, the plugins do nothing."""
+"""Environment variable that names the folder. If it is not set, the plugins do nothing."""
 CONTROL = "CONFORMANCE_CONTROL"
-"""Variable that names the deliberate fault."""
+"""Environment variable that names the deliberate fault."""
 STATE = "state.json"
 FIRST_WEIGHT = "weight"
 LAST_WEIGHT = "last-weight"
@@ -28,7 +28,7 @@ def order_file(number: int) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that readers see completely or not at all."""
+    """Write a JSON file atomically: readers see either the complete file or none."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value))
     part.replace(path)
@@ -68,11 +68,11 @@ class Orders:
         rank
             This rank. Rank 0 reads the orders.
         send
-            Fills a list of one value with the value of rank 0, on all ranks.
+            Function that replaces the value in a one-element list with rank 0's value, on all ranks.
         """
         shape = (len(current), len(current[0]))
         self._shape = self._shape or shape
-        if shape != self._shape:  # a draft model, whose experts stay in place
+        if shape != self._shape:  # a draft model, whose experts do not move
             return current
         box: list[Any] = [self._next(current) if rank == 0 else None]
         send(box)

@@ -14,7 +14,7 @@ class SglangHost:
     Parameters
     ----------
     options
-        Model, ranks, redundant slots, interval, requests, setup, and further ``Engine`` arguments in ``engine``.
+        Model, ranks, redundant slots, interval, requests, setup, and additional ``Engine`` arguments in ``engine``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class SglangHost:
             "skip_tokenizer_init": True,
             "context_length": 512,
             "max_running_requests": options["requests"],
-            # Cached prefixes that were computed before a move would hide faults of prefill.
+            # Cached prefixes that were computed before a move would hide faults in prefill.
             "disable_radix_cache": True,
             "random_seed": 0,
         }
@@ -47,7 +47,7 @@ class SglangHost:
         self._engine = sglang.Engine(**(arguments | options["engine"]))
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[Any]]:
-        """Return ``[ids, logprobs]`` of every prompt."""
+        """Return ``[ids, logprobs]`` for every prompt."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         outputs = self._engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         return [
@@ -56,7 +56,7 @@ class SglangHost:
         ]
 
     def sleep_and_wake(self) -> None:
-        """Offload the weights, then bring them back."""
+        """Offload the weights, then restore them."""
         self._engine.release_memory_occupation()
         self._engine.resume_memory_occupation()
 

@@ -78,7 +78,7 @@ def _faulty_update(original: Any, updater: Any, weights_of_layer: Any, *argument
     before = int(metadata.physical_to_logical_map[layer, first])
     saved = [part.clone() for part in behind]
     result = original(updater, weights_of_layer, *arguments, **named)
-    # Every rearrangement writes all tables, so a table must be restored after those without moves too.
+    # Every rearrangement writes all tables, even if nothing moves, so a table must be restored each time.
     if keeps_table or int(metadata.physical_to_logical_map[layer, first]) != before:
         for part, old in zip(behind, saved, strict=True):
             part.copy_(old)

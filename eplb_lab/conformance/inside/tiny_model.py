@@ -38,7 +38,7 @@ def write_tiny_model(folder: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                # Large weights make every expert matter, and spread the routers' scores.
+                # Large weights make every expert affect the answers, and spread the routers' scores.
                 parameter.normal_(0, 0.5 if name.endswith("gate.weight") else 0.08)
     model.save_pretrained(folder, safe_serialization=True)
 

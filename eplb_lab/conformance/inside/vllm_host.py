@@ -14,7 +14,7 @@ class VllmHost:
     Parameters
     ----------
     options
-        Model, ranks, redundant slots, interval, requests, setup, and further ``LLM`` arguments in ``engine``.
+        Model, ranks, redundant slots, interval, requests, setup, and additional ``LLM`` arguments in ``engine``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class VllmHost:
             "seed": 0,
             "max_model_len": 512,
             "max_num_seqs": options["requests"],
-            # Blocks that were computed before a move would hide faults of prefill.
+            # Blocks that were computed before a move would hide faults in prefill.
             "enable_prefix_caching": False,
         }
         if not torch.accelerator.is_available():
@@ -51,7 +51,7 @@ class VllmHost:
         self._llm = LLM(**(arguments | engine), eplb_config=eplb)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[Any]]:
-        """Return ``[ids, logprobs]`` of every prompt."""
+        """Return ``[ids, logprobs]`` for every prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -71,7 +71,7 @@ class VllmHost:
         ]
 
     def sleep_and_wake(self) -> None:
-        """Offload the weights, then bring them back."""
+        """Offload the weights, then restore them."""
         self._llm.sleep(level=1)
         self._llm.wake_up()
 

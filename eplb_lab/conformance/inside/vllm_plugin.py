@@ -11,7 +11,7 @@ from eplb_lab.conformance.inside.orders import CONTROL, FOLDER, TABLE, Orders, l
 
 
 def register() -> None:
-    """Install the plugin if the kit started this process. vLLM calls this once or more in each process."""
+    """Install the plugin if the kit started this process. vLLM calls this one or more times in each process."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return
@@ -20,14 +20,14 @@ def register() -> None:
 
     if isinstance(EPLB_POLICIES["default"], _OrderedPolicy):
         return
-    # The name stays "default", because asynchronous EPLB rejects others.
+    # Keep the name "default", because asynchronous EPLB rejects all other names.
     EPLB_POLICIES["default"] = _OrderedPolicy(Orders(Path(folder)))
     if os.environ.get(CONTROL):
         eplb_state.EplbState.step = _faulty(eplb_state.EplbState.step)
 
 
 class _OrderedPolicy:
-    """Has the interface of ``AbstractEplbPolicy``, whose only method vLLM calls on every rank."""
+    """Policy with the interface of ``AbstractEplbPolicy``. vLLM calls its only method on every rank."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -45,7 +45,8 @@ class _OrderedPolicy:
         import torch
         from vllm.distributed import parallel_state
 
-        # The asynchronous policy runs in a thread. Only this group has no collectives of the main thread.
+        # The asynchronous policy runs in its own thread. This is the only group on which the main thread runs no
+        # collectives.
         group = getattr(parallel_state, "get_eplb_group", parallel_state.get_ep_group)()
 
         def send(box: list[Any]) -> None:
@@ -68,7 +69,7 @@ def _faulty(step: Any) -> Any:
             return step(self, *arguments, **named)
         model = models[0]
         weights = model.model.expert_weights[0]
-        # A slot whose expert changed: the first one of this rank.
+        # The fault applies if the expert in the first slot of this rank changes.
         first = get_ep_group().rank_in_group * weights[0].shape[0]
         before = int(model.physical_to_logical_map[0, first])
         behind = [weights[tensor][0]] if tensor is not None else []
@@ -77,7 +78,7 @@ def _faulty(step: Any) -> Any:
             behind = [model.logical_to_physical_map[0], model.logical_replica_count[0]]
         saved = [part.clone() for part in behind]
         result = step(self, *arguments, **named)
-        # Every rearrangement writes all tables, so a table must be restored after those without moves too.
+        # Every rearrangement writes all tables, even if nothing moves, so a table must be restored each time.
         if keeps_table or int(model.physical_to_logical_map[0, first]) != before:
             for part, old in zip(behind, saved, strict=True):
                 part.copy_(old)

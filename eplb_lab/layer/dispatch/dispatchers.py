@@ -92,7 +92,7 @@ class All2AllVDispatcher(_Dispatcher):
     def _combine(
         self, reduce: WeightAndReduce, row_of_arrival: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """Return the function that undoes the second sort and sends each row back to its sender, which sums rows."""
+        """Return the function that undoes the second sort and sends each row back to its sender, which sums them."""
 
         def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
             if rows.shape[0]:
@@ -217,7 +217,7 @@ class MoGEDispatcher(_Dispatcher):
 class BatchedDispatcher:
     """Wraps a dispatcher and returns its rows in the batched format ``[S, M, H]``, whose size is constant.
 
-    Graphs and batched products need a size that does not depend on the routing. M is R times ``max_rank_tokens``, the
+    Graphs and batched matmuls need a size that does not depend on the routing. M is R times ``max_rank_tokens``, the
     maximum number of rows that one slot can receive. The caller must ensure that no rank has more tokens, and that no
     token chooses an expert twice.
     """

@@ -19,7 +19,7 @@ from worker_agent.counting import count_ids, sorted_positions
 
 @dataclass(frozen=True)
 class DispatchRequest:
-    """This rank's tokens and their choices. T may be 0."""
+    """Request to dispatch this rank's tokens, with their choices. T may be 0."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
@@ -39,7 +39,7 @@ class DispatchRequest:
     """int64: number of choices per expert that this rank has already dealt in this step; ``None`` means zero."""
 
     physical_TK: torch.Tensor | None = None
-    """int32: physical expert of each choice, if the tokens were split by step; otherwise ``log2phy_E`` is used.
+    """int32: physical expert of each choice, if the tokens were split per step; otherwise ``log2phy_E`` is used.
 
     Values at padding choices are arbitrary.
     """
@@ -105,7 +105,7 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows received for this rank's experts, and the function that sends their outputs back."""
+    """Result of a dispatch: the rows received for this rank's experts, and the function that sends the outputs back."""
 
     batch: ExpertBatch
     combine: Callable[[torch.Tensor], Callable[[], torch.Tensor]]

@@ -213,12 +213,12 @@ def npu_moe_token_unpermute(
     sorted_indices
         Row of each choice, ``[T*K]``.
     probs
-        Weights ``[T, K]``. Without them, rows are not summed.
+        Weights ``[T, K]``. If ``None``, the rows are not summed.
 
     Returns
     -------
     torch.Tensor
-        ``[T, H]``, or ``[T*K, H]`` without ``probs``.
+        ``[T, H]``, or ``[T*K, H]`` if ``probs`` is ``None``.
     """
     rows_NH = permuted_tokens.index_select(0, sorted_indices)
     if probs is None:

@@ -29,7 +29,7 @@ class DeployedLayout:
     Parameters
     ----------
     placement
-        Logical expert of each slot.
+        Logical expert in each slot.
     tables_L
         Tables of each layer, int32 ``[R, E]`` with one row per source rank, or ``[R, E, D]`` for dealing tables. Tables
         for many ranks are large, so a layer that does not switch shares its tables with the previous epoch.

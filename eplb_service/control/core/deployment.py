@@ -34,7 +34,7 @@ _MAX_PROBLEMS = 8
 _STEPS_PER_COMPLETE_STEP = 8
 """While a rank's heat is late, a decision requires at least one in this many steps to be complete."""
 _LATE_REPORTS = 2
-"""Number of reports by which a rank's heat may lag behind that of the rank furthest ahead before it counts as late."""
+"""Number of reports by which a rank may lag behind the rank furthest ahead before its heat counts as late."""
 _MAX_TOTAL = 1 << 62
 """Upper bound on each total, so that stored and sent values fit into 64 bits regardless of the ranks' reports."""
 
@@ -48,7 +48,7 @@ class Totals:
     layers_switched
         Number of committed layers.
     experts_moved
-        Number of moves in these layers.
+        Number of moves in committed layers.
     bytes_moved
         Bytes transferred by these moves.
     steps_received
@@ -215,7 +215,7 @@ class Deployment:
 
     @property
     def has_planned(self) -> bool:
-        """True once a plan has been offered to the ranks. The state of such a deployment is worth keeping."""
+        """True once a plan has been offered to the ranks. The deployment is then never evicted for a new one."""
         return bool(self.totals.layers_switched) or self.plan is not None or self.ended_plan is not None
 
     @property
@@ -250,7 +250,7 @@ class Deployment:
     def outdated(self) -> str | None:
         """Reason why the ranks would reject every plan; ``None`` if they would not.
 
-        They reject plans with a lower leader term than the highest one that they have followed.
+        They reject plans whose leader term is lower than the highest one that they have followed.
         """
         highest_term = self.group.highest_term if self.group is not None else 0
         if highest_term <= self.leader_term:
@@ -281,12 +281,12 @@ class Deployment:
         if self.outdated is not None:
             return self.outdated
         if self.group.missing:
-            return f"{rank_list(self.group.missing)} not connected"
+            return f"waiting for {rank_list(self.group.missing)} to connect"
         halted_ranks = [member.rank for member in self.connected if member.error]
         if halted_ranks:
             return f"balancing is halted on {rank_list(halted_ranks)}"
         if self.group.out_of_step:
-            return f"{rank_list(self.group.out_of_step)} not yet at epoch {self.live.epoch}"
+            return f"waiting for {rank_list(self.group.out_of_step)} to reach epoch {self.live.epoch}"
         return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"
 
     @property
@@ -304,8 +304,8 @@ class Deployment:
         Parameters
         ----------
         interval
-            Number of steps between two decisions at fixed intervals; also the maximum number of steps
-            to wait for a late rank.
+            Number of steps between decisions at fixed intervals; also the maximum number of steps to wait for a late
+            rank.
         """
         due = self.session.is_due(self.assembled, interval)
         late_ranks, _ = self.late.for_seconds(LATE_SECONDS)
@@ -346,7 +346,7 @@ class Deployment:
         self.paused = paused
 
     def lead_with(self, leader_term: int) -> None:
-        """Change this service's leader term, so that the ranks follow this service instead of another one."""
+        """Change this service's leader term, so that the ranks follow this service instead of a different one."""
         self.leader_term = leader_term
 
     def report_service_problems(self, problems: Iterable[str]) -> None:
@@ -512,7 +512,7 @@ class Deployment:
         self.session = self.session.begin_check()
 
     def record_check(self, outlook: Outlook, plan_id: int, now: float) -> bool:
-        """Record the result of the check. Call the plan off and return True if it is stale and still in progress.
+        """Record the result of the check. If the plan is stale and still in progress, call it off and return True.
 
         Parameters
         ----------
@@ -558,9 +558,9 @@ class Deployment:
         outlook
             Promise, forecasts and other results of the decision.
         cost
-            CPU time of the decision, as the number of steps whose CPU budget pays for it.
+            CPU time of the decision, expressed as the number of steps whose CPU budget pays for it.
         changed
-            True if its plan is about to be offered.
+            True if the decision's plan is about to be offered.
         """
         if self.live is not None:
             self.session = self.session.after_decision(outlook, cost, changed=changed)
@@ -594,9 +594,9 @@ class Deployment:
             self._close_plan()
         self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
-            # All ranks are connected, but at least one stream did not end in time. Nothing else would end it.
+            # All ranks are connected, but a stream that should have ended is still open. Nothing else would end it.
             reason = (
-                "all ranks are connected, but not all have reported their layout since; send another Hello"
+                "all ranks are connected, but not all have reported their layout again; send another Hello"
             )
             self.events.append(StreamsOutdated(reason))
 
@@ -662,7 +662,7 @@ class Deployment:
             self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer], table_RE)
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
-        """Advance a plan if a rank serves one of the plan's versions."""
+        """Advance a plan if a rank uses one of the plan's versions."""
         for plan in (self.plan, self.ended_plan):
             after = plan.after_version(rank, version) if plan is not None else None
             if plan is not None and after is not None:
@@ -675,7 +675,7 @@ class Deployment:
             return
         live = self.live
         if live is not None and self.group.members[rank].version == live.version:
-            # This rank still serves the current layout, so the ranks do not all agree on a different one.
+            # This rank still uses the current layout, so the ranks do not all agree on a different one.
             return
         versions = {member.version for member in self.group.connected}
         if live is None:
@@ -686,7 +686,7 @@ class Deployment:
         elif len(versions) == 1 and versions != {live.version}:
             ((epoch, _),) = versions
             self.group = self.group.without_live()
-            reason = f"the ranks serve epoch {epoch}, but the service expected epoch {live.epoch}; send another Hello"
+            reason = f"the ranks are at epoch {epoch}, but the service expected epoch {live.epoch}; send another Hello"
             self.events.append(StreamsOutdated(reason))
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:

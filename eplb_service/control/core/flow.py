@@ -22,7 +22,7 @@ _RANKS_PER_STEP = 5
 """Maximum ratio of a group's ranks to the steps in each report. Groups that would exceed it send longer reports. At 20
 steps per second, a ratio of five yields 100 reports per second in total."""
 _SHEDDING_CHECK_SECONDS = 20.0
-"""Time between two checks for steps that the ranks have dropped."""
+"""Time between checks for steps that the ranks have dropped."""
 _CALM_SECONDS = 300.0
 """Time without dropped steps after which the ranks are asked to report more heat."""
 _IDLE_SECONDS = 30.0
@@ -104,14 +104,14 @@ class Limits:
 class Shedding:
     """Load shedding: the fraction of its heat that each rank of a deployment reports (immutable).
 
-    Steps are grouped into numbered blocks, and all ranks report the same one of every ``one_in`` blocks. The reported
+    Steps are grouped into numbered blocks, and all ranks report the same one in every ``one_in`` blocks. The reported
     steps are therefore complete. If each of 1,024 ranks instead dropped one report in ten independently, only one step
     in 10^47 would be complete.
 
     Parameters
     ----------
     one_in
-        Each rank reports one of every ``one_in`` blocks.
+        Each rank reports one in ``one_in`` blocks.
     dropped
         Number of steps that each connected rank had dropped by the last check, keyed by rank.
     looked_at
@@ -122,7 +122,7 @@ class Shedding:
 
     Examples
     --------
-    If more than half of the ranks drop steps between two checks, the reported fraction is halved:
+    If more than half of the ranks drop steps between checks, the reported fraction is halved:
 
     >>> shedding = Shedding().after(0.0, {0: 0, 1: 0, 2: 0})
     >>> shedding.after(20.0, {0: 16, 1: 32, 2: 0}).one_in
@@ -205,7 +205,7 @@ class LateRanks:
         return LateRanks(since, steps, now, step, stepped_at)
 
     def for_seconds(self, seconds: float) -> tuple[list[int], float]:
-        """Return the ranks that have been late for more than ``seconds``, and the longest of these times."""
+        """Return the ranks that have been late for more than ``seconds``, and the longest time among them."""
         durations = {rank: self.now - since for rank, since in self.since.items()}
         durations = {rank: duration for rank, duration in durations.items() if duration > seconds}
         return list(durations), max(durations.values(), default=0.0)
@@ -224,7 +224,7 @@ class Stall:
     step
         Highest step that any rank had reached at that time.
     seconds
-        Seconds from that time to the last update.
+        Seconds from ``since`` to the last update.
     steps
         Number of steps that the rank furthest ahead has run since that time.
     """

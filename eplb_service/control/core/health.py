@@ -38,7 +38,7 @@ class BalanceSeries:
     Parameters
     ----------
     interval
-        Seconds between two points of a new series.
+        Seconds between points of a new series.
 
     Attributes
     ----------
@@ -163,7 +163,8 @@ def problems(deployment: Deployment) -> list[str]:
     lines += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
         lines.append(
-            f"{rank_list(group.out_of_step)} not yet at epoch {group.live.epoch}, the epoch of the rest of the group"
+            f"waiting for {rank_list(group.out_of_step)} to reach epoch {group.live.epoch}, the epoch of the rest of "
+            "the group"
         )
     mixed = mixed_releases({member.rank: member.agent_version for member in group.connected})
     if mixed is not None:
@@ -194,14 +195,14 @@ def _split_problems(splits_by_step: bool, planned: str) -> list[str]:
     """Return the problem if the service plans for a different split than the ranks perform."""
     if splits_by_step and planned not in (TABLES, STEP):
         return [
-            "the ranks choose replicas by each step's own counts (EPLB_AGENT_STEP_SPLIT), but the service plans for "
-            f"split={planned}; serve with --split step"
+            "the ranks choose replicas according to each step's own counts (EPLB_AGENT_STEP_SPLIT), but the service "
+            f"plans for split={planned}; serve with --split step"
         ]
     if planned == STEP and not splits_by_step:
         return [
-            "the service plans for split=step, but the ranks do not choose replicas by each step's own counts, which "
-            "leaves them less balanced than with any other split; set EPLB_AGENT_STEP_SPLIT=on, or serve without "
-            "--split step"
+            "the service plans for split=step, but the ranks do not choose replicas according to each step's own "
+            "counts, which leaves them less balanced than any other split would; set EPLB_AGENT_STEP_SPLIT=on, or "
+            "serve without --split step"
         ]
     return []
 
@@ -235,7 +236,7 @@ def _heat_problems(heat: HeatAssembler, limits: Limits, routed_by_tables: bool) 
         lines.append(
             f"in {heat.misrouted_steps} steps since the last switch, slots that appear in no rank's table received "
             f"tokens, for example slot {slot} of rank {rank} in layer {layer}: the host does not route by log2phy; "
-            "check its adapter, or set split to even if the host spreads tokens over the replicas itself"
+            "check its adapter, or set split=even if the host itself spreads tokens over the replicas"
         )
     if heat.other_phase_steps >= many_steps:
         lines.append(
@@ -253,7 +254,7 @@ def _flow_problems(deployment: Deployment) -> list[str]:
     one_in = deployment.shedding.one_in
     if one_in > 1:
         lines.append(
-            f"the service cannot process all heat of these ranks: they send only one in {one_in} reports, so a "
+            f"the service cannot process all the heat from these ranks: they send only one in {one_in} reports, so a "
             "window spans a longer time; give the service more CPU, or fewer deployments"
         )
     late_ranks, seconds = deployment.late.for_seconds(LATE_SECONDS)
@@ -274,6 +275,7 @@ def _flow_problems(deployment: Deployment) -> list[str]:
     if stall.seconds > _UNDECIDED_SECONDS and stall.steps > min_steps and not idle:
         reason = deployment.obstacle() or "steps are assembled too slowly"
         lines.append(
-            f"no decision for {stall.seconds:.0f} s, during which the ranks ran {stall.steps} steps: {reason}"
+            f"no decision has been made for {stall.seconds:.0f} s, during which the ranks ran {stall.steps} steps: "
+            f"{reason}"
         )
     return lines

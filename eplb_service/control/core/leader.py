@@ -4,8 +4,8 @@ Ranks reject plans whose term is lower than the highest one that they have recei
 time with random bits, so that no two services have the same term.
 
 Leases work as in Kubernetes leader election, which never compares the clocks of two machines. A service uses its own
-clock to measure how long the lease record has stayed unchanged. The lease has expired once this exceeds the renewal
-time that the holder promised.
+clock to measure how long the lease record has been unchanged. The lease has expired once this time exceeds the
+renewal time that the holder promised.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Claim:
     since: float = field(default=0.0, compare=False)
 
     def followed_by(self, now: float, claim: Claim) -> Claim:
-        """Return the claim after reading a record at time ``now``; ``since`` becomes ``now`` if it has changed."""
+        """Return the claim after a record is read at ``now``. If the record has changed, ``since`` becomes ``now``."""
         return self if claim == self else replace(claim, since=now)
 
     def may_be_taken(self, now: float, identity: str) -> bool:

@@ -10,9 +10,9 @@
        +--no rank reports in time, although ranks run steps------> TIMED_OUT
        +--the service stops or another group forms---------------> INTERRUPTED
 
-Layers that were committed before the plan ended stay committed. The ranks decide by their own vote, and this module
-only records the result. A commit report that arrives after the end is still recorded, but does not change the plan's
-outcome.
+Layers that were committed before the plan ended remain committed. The ranks' own vote decides what is committed, and
+this module only records the result. A commit report that arrives after the plan has ended is still recorded, but does
+not change the plan's outcome.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class PlanTracker:
         return replace(self, called_off=reason, heard_at=now)
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
-        """Return the tracker after a rank reports that it serves ``version``, an epoch and digest.
+        """Return the tracker after a rank reports that it uses ``version``, an epoch and digest.
 
         Returns ``None`` if the version is not one of the plan's.
         """

@@ -1,4 +1,4 @@
-"""Streams of agents: one gRPC call per rank, from its Hello until it disconnects."""
+"""Agent streams: one gRPC call per rank, from its Hello until it disconnects."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _MISSED_HEARTBEATS = 5
 _SILENCE_SECONDS = 5.0
 """Time after which a silent stream times out, in addition to five heartbeat intervals."""
 _WHOLE_SECONDS = 10.0
-"""Time within which all parts of a request must arrive. It is limited because memory is reserved for them meanwhile."""
+"""Time within which all parts of a request must arrive. It is limited because their memory is reserved until then."""
 _RETRY_CANCEL_SECONDS = 0.1
 _MIN_PAUSE_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.128
-"""Maximum pause between two checks of whether slower ranks have caught up. It limits the cost of the checks when many
+"""Maximum pause between checks of whether slower ranks have caught up. It limits the cost of the checks when many
 ranks wait at the same time."""
 _RARE_REPORT_SECONDS = 1.0
 """If a rank's reports arrive at intervals longer than this, delaying one to process it with other ranks' reports is
 harmless."""
 _BATCH_SECONDS = 0.2
-"""Interval at which such reports are processed in a batch, which costs less CPU than interleaving them with other
-work."""
+"""Interval at which such rare reports are processed in batches, which costs less CPU than interleaving them with
+other work."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """Implementation of ``AgentService``."""
+    """Implementation of the gRPC service ``AgentService``."""
 
     def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
@@ -75,7 +75,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._plane.release(deployment, hello.rank, stream)
 
     async def Decide(self, request_iterator: AsyncIterator[agent_pb2.Part], context: Any) -> None:  # noqa: ARG002
-        """Decide for a group whose engine moves the weights itself."""
+        """Make a decision for a group whose engine moves the weights itself."""
         caller = CALLER.get()
         first = await _next_part(context, _HELLO_SECONDS)
         parts = Parts(first)
@@ -162,7 +162,7 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
 
 @dataclass(frozen=True)
 class _Inbox:
-    """Requests of one stream. Large requests arrive in parts, and a quota limits how many are read at once."""
+    """Requests on one stream. Large requests arrive in parts; a quota limits how many of them are read at once."""
 
     _context: Any
     _host: str

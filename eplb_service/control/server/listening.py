@@ -74,7 +74,7 @@ class ListenError(Exception):
 
 
 def listen_error(action: str, address: str, flag: str, error: Exception) -> ListenError:
-    """Return the error of an address that cannot be used.
+    """Return the error for an address that cannot be used.
 
     Parameters
     ----------
@@ -85,12 +85,12 @@ def listen_error(action: str, address: str, flag: str, error: Exception) -> List
     flag
         Option that sets the address.
     error
-        Error of the attempt. gRPC's does not say if the address is in use.
+        Error raised by the attempt. gRPC's error does not say if the address is in use.
     """
     reason = str(error)
     remedy = f"choose another address with --{flag}"
     if _is_in_use(address):
-        reason = "another program listens there, most likely another `eplb serve` on this host"
+        reason = "another program is listening there, most likely another `eplb serve` on this host"
         remedy = f"stop it, or {remedy}"
     elif isinstance(error, OSError):
         reason = error.strerror or reason
@@ -140,7 +140,7 @@ async def serve_health(address: str, probes: Any, gate: Any, stack: contextlib.A
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _HEALTH_BYTES),
             ("grpc.max_allowed_incoming_connections", _HEALTH_CONNECTIONS),
-            # Close idle and old connections, so that they do not use up the limit above.
+            # Close idle and old connections, so that they do not use up the allowed number of connections.
             ("grpc.server_handshake_timeout_ms", _HEALTH_HANDSHAKE_MS),
             ("grpc.http2.settings_timeout", _HEALTH_HANDSHAKE_MS),
             ("grpc.max_connection_idle_ms", _HEALTH_IDLE_MS),
@@ -244,14 +244,16 @@ class Certificates:
             except SettingsError as error:
                 if str(error) != self._last_error:
                     self._last_error = str(error)
-                    _log.error("certificate_not_renewed", reason=self._last_error, shown="the previous one")
+                    _log.error(
+                        "certificate_not_renewed", reason=self._last_error, shown="the previous certificate"
+                    )
 
     def _load(self, contents: tuple[bytes, ...]) -> ssl.SSLContext:
         """Load a TLS context; raises ``SettingsError`` if the files are invalid or differ from ``contents``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # With an empty password, an encrypted key is rejected. Without one, OpenSSL would prompt on the terminal.
+            # An empty password causes an encrypted key to be rejected. Otherwise, OpenSSL would prompt on the terminal.
             context.load_cert_chain(self._certificate, self._key, password="")
             if self._client_authority is not None:
                 context.load_verify_locations(self._client_authority)

@@ -136,12 +136,12 @@ class Observer:
             observed.last_plan = observed.last_decision
 
     def tick(self, deployment: Deployment) -> float:
-        """Record the current balance if heat of new steps has arrived since the last point.
+        """Record the current balance if the heat of new steps has arrived since the last point.
 
         Returns
         -------
         float
-            The current PAR; 0 if it is unknown or has been recorded.
+            The current PAR; 0 if it is unknown or has already been recorded.
         """
         observed = self.of(deployment.name)
         if deployment.assembled != observed.assembled:
@@ -178,7 +178,7 @@ class Observer:
 
 
 def gauges(deployment: Deployment, observer: Observer) -> list[GaugeValue]:
-    """Return the gauges of a deployment. Gauges of ranks and balance are omitted while no rank is connected."""
+    """Return the gauges of a deployment. Gauges for ranks and balance are omitted while no rank is connected."""
     ranks = deployment.connected
     heat = deployment.heat
     live = deployment.live

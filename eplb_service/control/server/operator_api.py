@@ -140,7 +140,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
                 await context.write(await watcher.next())
 
     def _status(self, name: str) -> operator_pb2.DeploymentStatus:
-        """Return the status of a deployment. Values that the agents have not reported yet come from the store."""
+        """Return the status of a deployment. Values that the agents have not reported yet are read from the store."""
         deployment = self._plane.deployments[name]
         remembered = self._plane.remembered.get(name, StoredDeployment(name))
         is_connected = bool(deployment.connected)

@@ -113,7 +113,7 @@ async def run_service(
         metrics = Metrics()
         log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
         stack.enter_context(bounding_library_logs(log))
-        # Settings are checked and ports bound before the store is opened, so that a failed start creates no store.
+        # Check the settings and bind the ports before opening the store, so that a failed start creates no store.
         priors = _load_priors(settings)
         quotas = Quotas(settings.max_streams, settings.max_streams_per_peer)
         token = settings.auth_token.get_secret_value() if settings.auth_token else ""
@@ -185,7 +185,7 @@ def _store_path(settings: ServiceSettings) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"cannot create the folder of the store {str(path)!r}: {error.strerror}; specify another store with --store"
+            f"cannot create the folder for the store {str(path)!r}: {error.strerror}; specify another one with --store"
         ) from error
     return str(path)
 
@@ -227,7 +227,7 @@ def _bound_server(
             # Fixed flow-control windows limit how much a call can send before the server reads it.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-            # Without this, a second service could bind the same port and silently share the connections.
+            # With SO_REUSEPORT, a second service could bind the same port and silently share the connections.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),

@@ -112,7 +112,7 @@ class ServiceSettings(_PlannerFields):
     decision_interval: int = Field(
         DECISION_INTERVAL,
         ge=1,
-        description="Steps before the first decision, and the maximum between decisions; fewer after a change of heat.",
+        description="Steps before the first decision, and the maximum between decisions; fewer after a change in heat.",
     )
     cpu_share: float = Field(
         0.1,
@@ -132,19 +132,23 @@ class ServiceSettings(_PlannerFields):
         description="Steps to plan for: all, prefill (at least one rank prefills) or decode (no rank prefills).",
     )
     heartbeat_seconds: float = Field(
-        2.0, ge=0.05, le=60, description="Seconds between the heartbeats of an agent."
+        2.0, ge=0.05, le=60, description="Seconds between an agent's heartbeats."
     )
     forget_after_seconds: float = Field(
         7 * 86400.0,
         ge=0,
-        description="Seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never.",
+        description=(
+            "Seconds without a connected rank after which a deployment is forgotten, unless it is paused; 0: never."
+        ),
     )
     max_message_bytes: int = Field(
         16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="Maximum size of an agent's request."
     )
     max_streams: int = Field(8192, ge=1, description="Maximum number of open calls, streams and connections.")
     max_streams_per_peer: int = Field(
-        1024, ge=1, description="Maximum number of open calls and streams per host without credentials."
+        1024,
+        ge=1,
+        description="Maximum number of open calls and streams per host, for callers without credentials.",
     )
     max_heat_bytes: int = Field(
         2 << 30, ge=1 << 20, description="Memory limit for the heat of all deployments."
@@ -183,7 +187,7 @@ class ServiceSettings(_PlannerFields):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+            raise ValueError("tls_client_ca requires tls_cert and tls_key")
         authenticates = self.auth_token is not None or self.credentials is not None
         if not (self.insecure or is_loopback(self.listen) or (self.tls_cert is not None and authenticates)):
             raise ValueError(
@@ -211,7 +215,7 @@ def default_store(environment: Mapping[str, str] = os.environ) -> Path:
         folder = state_home if state_home.is_absolute() else Path.home() / ".local" / "state"
     except RuntimeError as error:
         raise SettingsError(
-            "this user has no home folder for the store; specify a file with --store"
+            "this user has no home directory for the store; specify a file with --store"
         ) from error
     return folder / "eplb" / "state.sqlite3"
 

@@ -67,7 +67,7 @@ restarted service uses the current layout as the initial one."""
 _MAX_ROWS_SET_ASIDE = 1000
 _MAX_ROW_CHARACTERS = 1 << 20
 _SETTLE_SECONDS = 10.0
-"""Maximum wait of an operator's command for the disk."""
+"""Maximum time that an operator's command waits for the disk."""
 _NOTICES_KEPT = 8
 _NOTICE_SECONDS = 86400.0
 """How long operators see a notice about lost data."""
@@ -81,7 +81,7 @@ _BOUNDS = {
 """Exclusive upper bounds on a stored deployment's integers, keyed by field. The default is ``MAX_VERSION + 1``."""
 _MAX_PLAN_ID = MAX_VERSION // 2
 _MAX_TIMESTAMP = 1e11
-"""Maximum time of a plan, in seconds since 1970 (the year 5138)."""
+"""Latest valid time of a plan, in seconds since 1970 (the year 5138)."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class StoredDeployment:
 
 
 class Store:
-    """Leader term, deployments and plans in an open SQLite file. Only one thread may use it at a time.
+    """Leader term, deployments and plans in an open SQLite file. Only one thread may use the store at a time.
 
     Opening the store begins a new leader term, ``leader_term``. The term is at least the one for the current
     time, exceeds that of the previous start on the same file, and never equals another service's. A deployment whose
@@ -140,7 +140,7 @@ class Store:
     Parameters
     ----------
     path
-        File of the store, which is created if necessary, or ``MEMORY``.
+        Path of the store's file, which is created if necessary, or ``MEMORY``.
     above
         Leader term that the new term must exceed.
     """
@@ -157,7 +157,7 @@ class Store:
             self.make_durable()
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot write the store {path!r}: {error}; free disk space, or specify another file with --store"
+                f"cannot write to the store {path!r}: {error}; free disk space, or specify another file with --store"
             ) from error
         (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
         # Agents remember plan ids even after a store is lost, so the ids of a new store start at the current time.
@@ -166,7 +166,7 @@ class Store:
     def _begin_term(self, above: int) -> int:
         """Begin a new leader term and return it.
 
-        Also mark open plans as interrupted, and raise the deployments' own terms that are not below the new term.
+        Also mark open plans as interrupted, and raise each deployment's own term that is not below the new term.
         """
         self._check_terms()
         impossible = "SELECT rowid, * FROM plans WHERE id NOT BETWEEN 1 AND ?"
@@ -190,7 +190,7 @@ class Store:
         return term
 
     def _check_terms(self) -> None:
-        """Ensure that the file contains exactly one valid leader term. Otherwise keep the highest valid one, or 0."""
+        """Ensure that the file contains exactly one leader term: the highest valid one, or 0 if none is valid."""
         rows = self._db.execute("SELECT rowid, leader_term FROM service").fetchall()
         terms = [term for _, term in rows if isinstance(term, int) and 0 <= term < MAX_VERSION]
         if len(rows) == 1 and terms:
@@ -233,7 +233,7 @@ class Store:
         close_store(self._db)
 
     def new_plan_id(self) -> int:
-        """Return a new plan id. Ids start at the current time, so a new store is unlikely to reuse a lost store's."""
+        """Return a new plan id. Ids start at the current time, so a new store is unlikely to reuse a lost one's ids."""
         self._last_plan_id += 1
         return self._last_plan_id
 
@@ -273,7 +273,7 @@ class Store:
         self._write((insert, row))
 
     def initial_layout(self, name: str) -> tuple[str, Layout] | None:
-        """Return the id and initial layout of the deployment's last group; ``None`` if they are not stored."""
+        """Return the group id and initial layout of the deployment's last group; ``None`` if they are not stored."""
         rows = self._db.execute(
             "SELECT rowid, group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
         ).fetchall()
@@ -352,7 +352,7 @@ class Store:
         """Move an unreadable row to the table ``set_aside`` and add a notice for operators."""
         reason = printable(str(error) or type(error).__name__)
         key = row[0] if table == "plans" else printable(str(row[1]), 64)
-        notice = f"the row {key!r} of {table} in the store could not be read and was set aside: {reason}"
+        notice = f"the row {key!r} of the store's table {table} could not be read and was set aside: {reason}"
         if notice not in self._notices:
             self._notices = [*self._notices, notice][-_NOTICES_KEPT:]
             _log.error("store_row_set_aside", path=self._path, table=table, row=key, reason=reason)
@@ -389,7 +389,7 @@ def _stored_deployment(name: str, text: str) -> StoredDeployment:
     """Parse a deployment; raises ``ValueError`` if ``text`` is not the state of this deployment."""
     state = json.loads(text)
     if not isinstance(state, dict) or state.get("name") != name:
-        raise ValueError("the state belongs to another deployment")
+        raise ValueError("the state belongs to a different deployment")
     check_deployment(name, "name")
     totals = _known_fields(Totals, state.get("totals", {}))
     stored = StoredDeployment(**{**_known_fields(StoredDeployment, state), "totals": Totals(**totals)})
@@ -430,7 +430,7 @@ def _past_plan(row: tuple[Any, ...]) -> PastPlan:
     """Parse a plan. May raise any exception if the row is invalid."""
     id_, at, outcome, reason, committed, verdicts, term, epoch = row
     names = {field.name for field in fields(LayerVerdict)}
-    # Verdicts of newer releases may have more fields.
+    # Verdicts written by newer releases may have more fields.
     layers = tuple(
         LayerVerdict(**{name: verdict[name] for name in names & verdict.keys()})
         for verdict in json.loads(verdicts)
@@ -449,7 +449,7 @@ class StoreWriter:
     """Calls a store's methods on a dedicated thread, so that balancing continues if the disk fails.
 
     Failed writes are retried in their original order, before any later write. The file is therefore complete as soon as
-    the disk works again. ``failing`` is the reason why the store cannot be written; empty if it can.
+    the disk works again. ``failing`` is the reason why writes fail; empty while they succeed.
 
     Parameters
     ----------
@@ -477,11 +477,11 @@ class StoreWriter:
         await asyncio.wrap_future(self.post(write, *arguments))
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of the store on its thread and return the result."""
+        """Call a method of the store on the store's thread and return the result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def settle(self) -> str:
-        """Flush all enqueued writes to the disk; return the reason if that fails, or an empty string otherwise."""
+        """Flush all enqueued writes to the disk; return the reason if that fails, and an empty string otherwise."""
         settling = asyncio.wrap_future(self._thread.submit(self._settle))
         try:
             return await asyncio.wait_for(asyncio.shield(settling), _SETTLE_SECONDS)

@@ -23,7 +23,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service (leader_term INTEGER NOT NULL);
 -- state: a StoredDeployment as JSON.
 CREATE TABLE IF NOT EXISTS deployments (name TEXT PRIMARY KEY, state TEXT NOT NULL);
--- layout: an npz file of the placement and, if they are not the default tables, the tables.
+-- layout: an npz file with the placement and, unless they are the default ones, the tables.
 CREATE TABLE IF NOT EXISTS first_layouts (deployment TEXT PRIMARY KEY, group_id TEXT NOT NULL, layout BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS plans (
     id INTEGER PRIMARY KEY,
@@ -69,7 +69,7 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
         log_loss = _describe_log_loss(path)
         database, damage = connect(path)
         _check_kind(database, path)
-        # Text that is not valid UTF-8 must make only its row unreadable, not the whole query.
+        # Text that is not valid UTF-8 must make only its own row unreadable instead of failing the whole query.
         database.text_factory = lambda text: text.decode("utf-8", "replace")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -84,7 +84,7 @@ def open_store(path: str) -> tuple[sqlite3.Connection, list[str]]:
         if isinstance(error, StoreError):
             raise
         raise StoreError(
-            f"cannot use {path!r} as the store: {error}; specify a writable path for a new or an existing store"
+            f"cannot use {path!r} as the store: {error}; specify a writable path for a new or existing store"
         ) from error
     loss = damage or log_loss
     return database, [loss] if loss else []
@@ -176,10 +176,10 @@ def _check_kind(database: sqlite3.Connection, path: str) -> None:
 
 
 def _describe_log_loss(path: str) -> str:
-    """Describe the loss of the newest changes if the write-ahead log is missing or damaged; empty if nothing is lost.
+    """Return a description of the loss if the write-ahead log is missing or damaged; empty if nothing is lost.
 
-    The log contains these changes if the store was not closed. SQLite itself silently ignores a missing log, and the
-    part of a damaged log that starts at the first damaged page.
+    The log contains the newest changes if the store was not closed. SQLite itself silently ignores a missing log, and
+    the part of a damaged log that starts at the first damaged page.
     """
     log = Path(f"{path}-wal")
     index = Path(f"{path}-shm")

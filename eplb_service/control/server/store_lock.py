@@ -1,4 +1,4 @@
-"""Lock file next to the store, which prevents two services from using one store at the same time."""
+"""Lock file, next to the store, that prevents two services from using the store at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validity periods of X.509 certificates in PEM files, which the standard library cannot read."""
+"""Validity periods of X.509 certificates in PEM files. The standard library cannot read these periods."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Validity(NamedTuple):
 
 
 def first_to_expire(pem: bytes) -> Validity | None:
-    """Return the validity of the first certificate in a PEM file to expire; ``None`` if no certificate can be read."""
+    """Return the validity of the certificate in a PEM file that expires first; ``None`` if none can be read."""
     try:
         validities = [
             _validity(ssl.PEM_cert_to_DER_cert(certificate.decode("ascii")))

@@ -79,7 +79,8 @@ def _trace_of_vllm_records(records: Iterable[Record], read_as: ReadAs) -> ArrayT
         phy2log = read_as.map_of(load_LP[None], phy2log)
         if phy2log.size != load_LP.size or (steps and load_LP.shape != steps[0][0].shape):
             raise HeatError(
-                f"{location} has {list(load_LP.shape)} layers and slots, unlike its map or an earlier record"
+                f"{location} has counts of shape {list(load_LP.shape)} (layers, slots), unlike its map or an "
+                "earlier record"
             )
         if load_LP.any():
             steps.append((load_LP, phy2log.reshape(load_LP.shape)))
@@ -145,8 +146,8 @@ def _trace_of_tensorrt_llm_folder(folder: Path, read_as: ReadAs) -> ArrayTrace:
             match = _KEY.fullmatch(key)
             if match is None or counts_E.shape != (experts,) or counts_E.dtype.kind not in "iu":
                 raise HeatError(
-                    f"{file.name}: {key[:64]} holds {counts_E.dtype} {list(counts_E.shape)}; expected names such as "
-                    f"100_3 (iteration and layer), and counts for {experts} experts, as stated in {_META_FILE}"
+                    f"{file.name}: {key[:64]} holds {counts_E.dtype} of shape {list(counts_E.shape)}; expected names "
+                    f"such as 100_3 (iteration and layer), and counts for {experts} experts, as stated in {_META_FILE}"
                 )
             iteration_and_layer = int(match[1]), int(match[2])
             summed[iteration_and_layer] = summed.get(iteration_and_layer, 0) + counts_E.astype(np.int64)

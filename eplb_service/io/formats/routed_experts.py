@@ -78,7 +78,7 @@ def _trace_of_megatron_records(records: Iterable[Record], read_as: ReadAs) -> Ar
 
     Steps that some rank did not record in every layer are left out, and the trace's origin gives their number. Unless
     the user provides the number of experts, it is the largest chosen expert plus one. Raises ``HeatError`` if no step
-    is complete, or a record is invalid.
+    is complete, or if a record is invalid.
     """
     read_as.refuse_unused("a Megatron router trace", "experts")
     chosen: dict[tuple[int, int], list[Array]] = defaultdict(list)
@@ -143,7 +143,7 @@ def _heat_of_choices(
 def _is_response(content: Mapping[str, Any]) -> bool:
     """Return True if a record is a response that contains its tokens' experts.
 
-    Outside a response, a list under this name is an array of routes.
+    Outside a response, a list named ``routed_experts`` is an array of routes.
     """
     return any(True for _ in _returned(content)) and not isinstance(content.get(_FIELD), list)
 
@@ -168,8 +168,8 @@ def _trace_of_responses(records: Iterable[Record], read_as: ReadAs) -> ArrayTrac
             same_shape = not requests or chosen_KLC.shape[1:] == requests[0].shape[1:]
             if not same_shape or not 0 <= generated <= len(chosen_KLC):
                 raise HeatError(
-                    f"{location} has {list(chosen_KLC.shape)} rows, layers and choices: the layers or choices differ "
-                    "from those of the other responses, or there are fewer rows than tokens"
+                    f"{location} has routes of shape {list(chosen_KLC.shape)} (rows, layers, choices): the layers or "
+                    "choices differ from those of the other responses, or there are fewer rows than tokens"
                 )
             if generated < len(chosen_KLC) or "prompt_routed_experts" in content:
                 prompts = "left out"
@@ -239,15 +239,17 @@ def _chosen(value: object, location: str, tokens: int | None, top_k: int | None)
 
 
 def _shaped(numbers: Array, tokens: int | None, top_k: int | None) -> Array:
-    """Return SGLang's numbers, which have no shape, as ``[rows, L, C]``.
+    """Reshape SGLang's flat array to ``[rows, L, C]``.
 
     There is one row per token except the last. The user provides the number of choices, which implies the number of
     layers.
     """
-    rows = (tokens or 0) - 1
+    if tokens is None:
+        raise HeatError(f"{_FIELD} has no shape, and prompt_tokens or completion_tokens is missing")
+    rows = tokens - 1
     if rows < 1 or numbers.size % rows:
         raise HeatError(
-            f"{_FIELD} has {numbers.size} numbers and no shape, which does not match {tokens} tokens (prompt_tokens "
+            f"{_FIELD} has no shape, and its {numbers.size} numbers do not match {tokens} tokens (prompt_tokens "
             "plus completion_tokens; the last token has no experts); request the experts from the start of the "
             "sequence (routed_experts_start_len 0)"
         )
@@ -272,7 +274,7 @@ def _generated(content: Mapping[str, Any], prompt: int | None, completion: int |
     completion
         Tokens of the completion, or ``None`` if unknown.
     rows
-        Number of rows. If the response has no token counts, this is the result.
+        Number of rows. If the response has no token counts, this number is returned.
     """
     if "prompt_routed_experts" in content:
         return rows
@@ -282,7 +284,7 @@ def _generated(content: Mapping[str, Any], prompt: int | None, completion: int |
 
 
 def _count(content: Mapping[str, Any], holder: Mapping[str, Any], name: str) -> int | None:
-    """Return a token count of a response, or ``None`` if it has none.
+    """Return one of a response's token counts, or ``None`` if the response does not have it.
 
     Parameters
     ----------

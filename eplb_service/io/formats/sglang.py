@@ -39,7 +39,7 @@ _MODES = {1: PHASES.index("prefill"), 2: PHASES.index("decode"), 3: _MIXED}
 
 @dataclass
 class _Pass:
-    """One forward pass: tokens by slot, ``[L, P]``, of each rank and gatherer, with the total tokens and the phases."""
+    """One forward pass: tokens by slot, ``[L, P]``, for each rank and gatherer, plus the total tokens and phases."""
 
     counts: dict[tuple[int, str], Array] = field(default_factory=dict)
     tokens: int = 0
@@ -64,7 +64,7 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     Parameters
     ----------
     dumps
-        Name of each file, and its document.
+        Pairs of a file's name and its document.
     read_as
         Facts that the user provides. A map from the user overrides those in the dumps.
 

@@ -187,7 +187,7 @@ def _trace_of_rows(rows: Float64, origin: str, packed: int, read_as: ReadAs) -> 
     if invalid.any():
         row = int(np.argmax(invalid))
         raise HeatError(
-            f"row {row + 1} holds {rows[row].tolist()}; expected {', '.join(COLUMNS)} as numbers of at least 0"
+            f"row {row + 1} holds {rows[row].tolist()}; expected {', '.join(COLUMNS)} as non-negative numbers"
         )
     step_K, layer_K, expert_K = rows[:, :3].astype(np.int64).T
     step_K -= step_K.min()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks.attempts import floods, seats, silent, values, web, without_rights  # noqa: F401 # each registers its own
+from tests.attacks.attempts import floods, seats, silent, values, web, without_rights  # noqa: F401 # registers the attempts
 from tests.attacks.attempts.registry import ATTEMPTS, Attempt
 
 __all__ = ["ATTEMPTS", "Attempt"]

@@ -21,7 +21,7 @@ from tests.control.fake_group import FakeRank
 from tests.control.server.silent_callers import CHECK, WATCH
 
 
-@attempt("noise on 64 connections", "clients that do not speak HTTP/2 disturb no other client")
+@attempt("noise on 64 connections", "clients that do not speak HTTP/2 do not disturb other clients")
 async def _noise(target: Target) -> str:
     host, _, port = target.service.address.rpartition(":")
     rng = np.random.default_rng(0)
@@ -46,7 +46,7 @@ async def _mute(target: Target) -> str:
         for link in links:
             link.close()
     assert grown < 64 * MIB
-    return f"bounded: {max(0, grown) >> 20} MiB more"
+    return f"bounded: memory grew by {max(0, grown) >> 20} MiB"
 
 
 register_rejections(
@@ -90,8 +90,8 @@ async def _broken_off(target: Target) -> str:
             rank.call.cancel()
     # The service reads at most eight streams per host at a time. Every other stream has at most one flow-control window
     # in transit.
-    assert grown < 128 * MIB, f"{grown >> 20} MiB more"
-    return f"bounded: {max(0, grown) >> 20} MiB more"
+    assert grown < 128 * MIB, f"memory grew by {grown >> 20} MiB; expected less than 128 MiB"
+    return f"bounded: memory grew by {max(0, grown) >> 20} MiB"
 
 
 async def _write_all(rank: FakeRank, parts: list[agent_pb2.ConnectRequest]) -> None:
@@ -111,7 +111,7 @@ async def _fat_hellos(target: Target) -> str:
     # The allocator keeps the memory of the first round, and the other rounds reuse it.
     assert grown[0] < 128 * MIB, grown
     assert grown[2] - grown[0] < 64 * MIB, grown
-    return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each round"
+    return f"bounded: memory had grown by {', '.join(str(max(0, more) >> 20) for more in grown)} MiB after the rounds"
 
 
 @attempt("500 rejected Hellos", "log lines do not fill the disk")
@@ -121,7 +121,7 @@ async def _log_flood(target: Target) -> str:
         await asyncio.gather(*(target.refusal(hello_with(group_id="")) for _ in range(50)))
     lines = target.log_lines - before
     assert lines < 450
-    return f"bounded: {lines} lines"
+    return f"bounded: {lines} log lines"
 
 
 CANCELLED = {
@@ -187,4 +187,4 @@ async def _few_lines_after(target: Target, flood: Callable[[], Awaitable[None]])
     lines = added.count(b"\n")
     assert b"Traceback" not in added
     assert lines < 350
-    return f"bounded: {lines} lines"
+    return f"bounded: {lines} log lines"

@@ -28,7 +28,7 @@ def spoilt_heat(first_step: int = 0, **changes: Any) -> agent_pb2.HeatReport:
 
 
 async def status_after(target: Target, **message: Any) -> grpc.StatusCode:
-    """Return the status that rejects rank 0 of a complete group after it sends this message."""
+    """Send this message from rank 0 of a complete group; return the status of the rejection."""
     async with FakeGroup(target.service.address) as group:
         await group.join()
         await group.ranks[0].say(**message)
@@ -40,7 +40,7 @@ TOO_LARGE = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (
 
 
 async def status_after_hello(target: Target, *requests: agent_pb2.ConnectRequest) -> grpc.StatusCode:
-    """Send a Hello and then ``requests``; return the status that rejects the rank."""
+    """Send a Hello and then ``requests``; return the status of the rejection."""
     hello = agent_pb2.ConnectRequest(hello=hello_with())
     code, _ = await refusal_of(target.service.address, hello, *requests)
     return code

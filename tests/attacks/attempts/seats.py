@@ -20,8 +20,8 @@ register_rejections(
     Code.INVALID_ARGUMENT,
     "shapes are validated before memory is allocated",
     {
-        "a shape beyond all bounds": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
-        "a rank number beyond its group": lambda t: t.refusal(hello_with(rank=9)),
+        "a group of four billion ranks": lambda t: t.refusal(hello_with(ep_size=4_000_000_000)),
+        "a rank number outside its group": lambda t: t.refusal(hello_with(rank=9)),
     },
 )
 register_rejections(
@@ -33,7 +33,7 @@ register_rejections(
 
 @attempt(
     "more one-rank deployments than the limit, each leaving immediately",
-    "departed deployments do not keep new ones out",
+    "deployments that have left do not block new ones",
 )
 async def _came_and_left(target: Target) -> str:
     for number in range(MAX_DEPLOYMENTS + 20):
@@ -42,10 +42,10 @@ async def _came_and_left(target: Target) -> str:
         rank.call.cancel()
     async with target.honest(deployment="new"):
         pass
-    return "bounded: the deployments that left first make room"
+    return "bounded: the deployments that left first are forgotten"
 
 
-@attempt("a rank with another group id claims a taken seat", "connected ranks keep their seats")
+@attempt("a rank with a different group id claims an occupied seat", "connected ranks keep their seats")
 async def _taken_seat(target: Target) -> str:
     async with target.honest():
         code = await target.refusal(hello_with(group_id="another"))
@@ -53,7 +53,7 @@ async def _taken_seat(target: Target) -> str:
     return f"rejected: {code.name}"
 
 
-@attempt("junk deployments crowd out a paused one", "operator commands are not forgotten")
+@attempt("junk deployments try to crowd out a paused one", "operator commands are not forgotten")
 async def _push_out(target: Target) -> str:
     async with target.honest(deployment="kept"):
         await target.stub.Pause(operator_pb2.PauseRequest(deployment="kept"))

@@ -15,12 +15,12 @@ from tests.attacks.target import Target
 from tests.control.server.grpc_calls import bearer
 from tests.control.server.silent_callers import CHECK, SECONDS, check_served, healthy, silent
 
-NO_LOCKOUT = "silent callers do not keep others out"
+NO_LOCKOUT = "silent callers do not block other callers"
 
 
 async def _agents_are_served(target: Target) -> str:
     await check_served(target.service.address, bearer(to.AGENT), bearer(to.READER))
-    return "bounded: a rank with a token is welcomed and a reader is answered"
+    return "bounded: a rank with a token is welcomed, and a reader is answered"
 
 
 @attempt("200 silent health checks on the agents' port", NO_LOCKOUT, locked=True)
@@ -54,7 +54,7 @@ async def _connections(address: str, count: int) -> AsyncIterator[None]:
 async def _health_connections(target: Target) -> str:
     async with _connections(target.health_address, 200):
         assert await healthy(target.health_address)
-    return "bounded: the oldest connections make room and probes are answered"
+    return "bounded: the oldest connections are closed, and probes are answered"
 
 
 @attempt("60 calls that never send their request", "operators are still answered", locked=True)

@@ -38,7 +38,7 @@ register_rejections(
         ),
         "negative counts": lambda t: status_after(t, heat_report=_counts(-1)),
         "counts whose sum overflows": lambda t: status_after(t, heat_report=_counts(2**31 - 1)),
-        "a node name with ESC": lambda t: t.refusal(hello_with(node="\x1b[2J")),
+        "a node name with an ESC character": lambda t: t.refusal(hello_with(node="\x1b[2J")),
         "a deployment name that is a path": lambda t: t.refusal(hello_with(deployment="../x")),
         "a status request for a name of 100 kB": lambda t: t.code_of(
             "GetStatus", operator_pb2.GetStatusRequest(deployment="x" * 100_000)
@@ -47,7 +47,9 @@ register_rejections(
 )
 
 
-@attempt("heat for a distant step, six times", "one rank's claim does not stop the heat of other ranks")
+@attempt(
+    "heat for a step in the far future, six times", "one rank's claim does not stop the heat of other ranks"
+)
 async def _far(target: Target) -> str:
     async with target.honest() as group:
         for number in range(6):
@@ -58,7 +60,7 @@ async def _far(target: Target) -> str:
 
 
 @attempt(
-    "arbitrary step numbers in heartbeats, heat and plan reports", "a counter that jumps excludes no rank"
+    "arbitrary step numbers in heartbeats, heat and plan reports", "a jump in a step counter excludes no rank"
 )
 async def _any_step(target: Target) -> str:
     async with target.honest() as group:
@@ -72,7 +74,9 @@ async def _any_step(target: Target) -> str:
     return "bounded: step numbers wrap at 2**48, and honest heat still arrives"
 
 
-@attempt("an error with ESC in a heartbeat", "no control characters reach an operator's terminal")
+@attempt(
+    "a heartbeat whose error contains an ESC character", "no control characters reach an operator's terminal"
+)
 async def _escape(target: Target) -> str:
     async with FakeGroup(target.service.address) as group:
         await group.join()
@@ -85,4 +89,4 @@ async def _escape(target: Target) -> str:
             await asyncio.sleep(0.05)
         assert problems
         assert all(problem.isprintable() for problem in problems)
-    return "bounded: shown without control characters"
+    return "bounded: the error is shown without control characters"

@@ -37,7 +37,7 @@ _answered(
     locked=True,
     token=to.READER,
 )
-_answered("figures under a foreign host name", SECRET, 403, LIST, Host="rebound.example")
+_answered("the page's figures under a foreign host name", SECRET, 403, LIST, Host="rebound.example")
 _answered("a command over HTTP", READS, 405, LIST, method="POST")
 _answered("a file outside the page", FILES, 404, "/../http_server.py")
 _answered("a percent-encoded path outside the page", FILES, 404, "/%2e%2e/http_server.py")
@@ -55,4 +55,4 @@ async def _endless(target: Target) -> str:
     writer.close()
     grown = target.resident_bytes - before
     assert grown < 16 << 20
-    return f"rejected: {max(0, grown) >> 20} MiB more"
+    return f"rejected: memory grew by {max(0, grown) >> 20} MiB"

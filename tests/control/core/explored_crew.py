@@ -40,7 +40,7 @@ class OfferedPlan(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Layout version of one incarnation of the group, identified by the plans whose layers it has committed."""
+    """Layout version of one incarnation of the group, identified by the plans whose layers the group has committed."""
 
     forming: int
     path: tuple[OfferedPlan, ...]
@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 @cache
 def live_at(version: Version) -> DeployedLayout:
-    """Return the layout that ranks serve at a version."""
+    """Return the layout that ranks use at a version."""
     if not version.path:
         placement = Placement.linear(LAYERS, EXPERTS, RANKS_BY_FORMING[version.forming], SLOTS)
         return DeployedLayout.of(placement, placement.default_log2phy(), 0, (0,) * LAYERS)
@@ -168,7 +168,7 @@ class Crew(NamedTuple):
         return crew.report(rank, offered, PlanState.REFUSED)
 
     def receive_call_off(self, rank: int) -> Crew:
-        """Deliver the call-off: the rank will vote against the plan, or reports that it does not hold the plan."""
+        """Deliver the call-off: a rank that holds the plan marks it as called off; any other rank queues a status."""
         agent = self.ranks[rank]
         offered = agent.call_off_in_flight
         assert offered is not None

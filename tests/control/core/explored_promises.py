@@ -1,4 +1,4 @@
-"""A service's promises, checked in the explored world at every offer and in every state."""
+"""Invariants of a service, checked in the explored world at every offer and in every state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_offer(state: State, service: int, offered: OfferedPlan) -> None:
     assert live is not None
     must(
         (offer.base_epoch, offer.base_digest) == (live.epoch, live.digest),
-        "offered a plan for another placement",
+        "offered a plan for a different placement",
     )
     for agent in state.crew.ranks:
         if agent.service == service and agent.reported_version is not None:
@@ -43,7 +43,7 @@ def check_called_off(state: State, offered: OfferedPlan | None) -> None:
 
 
 def check_state(state: State) -> None:
-    """Check the promises that hold in every state."""
+    """Check the invariants of every state."""
     for service, deployment in enumerate(state.services):
         _check_plan(state, service, deployment)
         _check_layout(state, deployment)
@@ -90,10 +90,10 @@ def _check_formings(state: State, service: int, deployment: Deployment) -> None:
     must(group is not None and connected_ranks <= connected, "lost a connected rank")
     assert group is not None
     is_current = group.group_id == f"forming {state.crew.version.forming}"
-    must(is_current and group.shape.ranks == len(state.crew.ranks), "registered a rank in another group")
+    must(is_current and group.shape.ranks == len(state.crew.ranks), "registered a rank in the wrong group")
     lingering = {rank for at, rank, _ in state.dead_streams if at == service}
-    must(service not in state.squatted, "a client outside the group is registered beside ranks")
-    must(connected <= connected_ranks | lingering, "lists a rank as connected that has left")
+    must(service not in state.squatted, "a client outside the group is registered alongside its ranks")
+    must(connected <= connected_ranks | lingering, "lists a rank that has left as connected")
 
 
 def _check_heat(state: State, service: int, deployment: Deployment) -> None:

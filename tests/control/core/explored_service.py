@@ -51,7 +51,7 @@ class World(State):
             yield ("vote_down",)
 
     def after(self, event: Event) -> World:
-        """Return the state after an event. Raises ``Broken`` if a promise is broken."""
+        """Return the state after an event. Raises ``Broken`` if an invariant is violated."""
         world: World = self.copy()
         kind, *arguments = event
         happen(getattr(world, f"_{kind}"), *arguments)
@@ -289,7 +289,7 @@ def walk(scenario: Scenario) -> Walk:
 
 
 def main() -> None:
-    """Explore all scenarios, then hunt every mutant. Exit with 1 if a promise is broken or a mutant survives."""
+    """Explore all scenarios, then hunt every mutant. Exit with 1 if an invariant is violated or a mutant survives."""
     from tests.control.core.explored_mutants import hunt
 
     sys.exit(not report((walk(scenario) for scenario in scenarios()), hunt()))

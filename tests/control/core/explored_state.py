@@ -51,12 +51,12 @@ class Faults(NamedTuple):
     call_offs: int = 0
     """A service calls off its current plan."""
     squats: int = 0
-    """A client outside the group registers as rank 0 and stays until the service disconnects it."""
+    """A client outside the group registers as rank 0 and stays connected until the service disconnects it."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The faults that may happen, the plans that are offered, and the deployment class under test."""
+    """One scenario: the faults that may happen, the plans that are offered, and the deployment class under test."""
 
     name: str
     faults: Faults
@@ -84,7 +84,7 @@ NO_STREAM: dict[str, Any] = {
 
 
 class State:
-    """The services, the ranks and the streams between them. ``World`` adds the events."""
+    """State of the services, the ranks and the streams between them. ``World`` adds the events."""
 
     ending: frozenset[int]
     """Ranks that the service has asked to reconnect."""
@@ -244,7 +244,7 @@ class State:
             self._drop_stream(service, rank)
 
     def _squat(self, service: int) -> None:
-        """Send a Hello as rank 0 from outside the group, which must not displace ranks that connected before it."""
+        """Send a Hello as rank 0 from outside the group. It must not displace ranks that connected earlier."""
         self.faults = self.faults._replace(squats=self.faults.squats - 1)
         deployment = self.services[service]
         stranger = stranger_at(0)

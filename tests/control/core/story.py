@@ -43,7 +43,7 @@ class Story:
         self.now = 0.0
 
     def joins(self, *ranks: int, live: DeployedLayout | None = None, group_id: str = "first") -> list[Event]:
-        """Send a Hello from each of ``ranks``, by default all, that reports the layout ``live``."""
+        """Send a Hello that reports the layout ``live`` from each of ``ranks``, by default from all ranks."""
         for rank in ranks or range(RANKS):
             self.deployment.hello(decode_hello(hello_of(live or self.live, rank, group_id=group_id)))
         return self.new_events()

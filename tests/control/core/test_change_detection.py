@@ -1,4 +1,4 @@
-"""The service tests every step for a change in heat, and decides at the same steps for any report length."""
+"""The service tests every step for a change in heat, and makes decisions at the same steps for any report length."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def decide(deployment: Deployment) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16, 64])
-def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> None:
+def test_decisions_are_made_at_the_same_steps_for_any_report_length(steps: int) -> None:
     deployment = new_deployment()
     decisions = []
     for first in range(0, 192, steps):
@@ -67,12 +67,12 @@ def test_decisions_fall_on_the_same_steps_at_any_report_length(steps: int) -> No
                 decisions.append((deployment.assembled, deployment.session.settling))
                 decide(deployment)
     assert decisions[:3] == [(16, False), (40, False), (88, False)]
-    # Decisions are made when the change is 4, 8 and 16 steps old.
+    # Decisions are made 4, 8 and 16 steps after the change.
     assert decisions[3:6] == [(104, True), (108, True), (116, True)]
 
 
 def plan(deployment: Deployment, plan_id: int = 1) -> PlanTracker:
-    """Decide, on the newest steps, to change two layers; offer the plan and return it."""
+    """Record a decision, based on the newest steps, that changes two layers; offer its plan and return the plan."""
     assert deployment.live is not None
     assert deployment.heat is not None
     decision = decision_of(deployment.live, 0, 1)
@@ -153,7 +153,7 @@ def test_steps_pending_assembly_are_tested_for_a_change() -> None:
     report(deployment, 0, 16)
     deployment.assemble_steps()
     decide(deployment)
-    # These reports are still unassembled when the next ones arrive.
+    # Each of these reports is still unassembled when the next one arrives.
     for first in range(16, 144, 16):
         report(deployment, first, 16)
     assert deployment.session.pace is not None

@@ -1,4 +1,4 @@
-"""In any order of events, a deployment knows its ranks' layout, and a plan ends as the ranks report."""
+"""In any order of events, a deployment knows its ranks' layout, and the ranks' reports determine a plan's outcome."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ranks_that_agree_on_a_different_epoch_are_asked_for_a_new_hello(story: 
     story.joins()
     for rank in range(RANKS - 1):
         assert story.heartbeat(rank, 5, 55) == []
-    assert "ranks 0, 1, 2 not yet at epoch 0" in problems(story.deployment)[0]
+    assert "waiting for ranks 0, 1, 2 to reach epoch 0" in problems(story.deployment)[0]
     assert isinstance(story.heartbeat(RANKS - 1, 5, 55)[0], StreamsOutdated)
     assert story.deployment.live is None
 
@@ -156,7 +156,7 @@ CHANGED = "heat changed while the plan was under way"
 
 
 def call_off_plan(story: Story) -> None:
-    """Call off the plan, as the service does when heat confirms an alarm."""
+    """Call off the plan, as the service does when a check confirms an alarm."""
     story.deployment.call_off(CHANGED, story.now)
 
 
@@ -252,7 +252,7 @@ def test_a_plan_that_waited_for_steps_times_out_once_they_resume(story: Story, l
     assert outcome_of(story) is Outcome.TIMED_OUT
 
 
-def test_a_plan_times_out_although_a_rank_has_left(story: Story) -> None:
+def test_a_plan_times_out_without_steps_if_a_rank_has_left(story: Story) -> None:
     story.joins()
     story.offers(0, 1)
     story.leaves(3)
@@ -263,7 +263,9 @@ def test_a_plan_times_out_although_a_rank_has_left(story: Story) -> None:
 def test_heartbeats_without_statuses_are_enough_to_commit_layers(story: Story) -> None:
     story.joins()
     offer = story.offers(0, 1)
-    assert story.heartbeat(0, 7, offer.versions[1][1]) == [], "the same experts at another epoch"
+    assert story.heartbeat(0, 7, offer.versions[1][1]) == [], (
+        "the plan's digest at a different epoch commits nothing"
+    )
     events = story.heartbeat(0, *offer.versions[1])
     assert [event.update.layer for event in events] == [0, 1]
     for rank in range(1, RANKS):
@@ -292,7 +294,7 @@ def test_a_late_commit_of_an_aborted_plan_does_not_overwrite_the_next_plan(story
     assert version(story) == second.versions[0]
 
 
-def test_a_status_of_an_unknown_plan_or_layer_changes_nothing(story: Story) -> None:
+def test_a_status_for_an_unknown_plan_or_layer_changes_nothing(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
     story.deployment.plan_status(0, PlanStatus(plan_id=99, state=ABORTED), 0.0)
@@ -385,7 +387,7 @@ def test_a_second_model_with_the_same_deployment_name_is_a_problem_until_it_stop
     assert problems(story.deployment) == []
 
 
-def test_a_rank_rejected_before_its_old_stream_ended_is_no_problem_after_it_joins(
+def test_a_rejection_is_no_longer_reported_once_the_rank_has_joined(
     story: Story,
 ) -> None:
     story.joins()

@@ -1,4 +1,4 @@
-"""In every order of events and faults between a service and its ranks, the service keeps its promises and recovers."""
+"""In every order of events and faults, a service and its ranks preserve all invariants, and the service recovers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SMALL = [
 
 
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda scenario: scenario.name)
-def test_every_interleaving_keeps_every_promise(scenario: Scenario) -> None:
-    """Walks the small scenarios. `make explore` walks larger ones and prints the counts."""
+def test_every_interleaving_preserves_every_invariant(scenario: Scenario) -> None:
+    """Walk the small scenarios. ``make explore`` walks larger ones and prints the counts."""
     result = walk(scenario)
     assert result.broken is None, result.broken
     assert result.states > 100

@@ -47,7 +47,7 @@ class Scene:
         return self.shedding.one_in
 
 
-def test_heat_that_most_ranks_drop_is_shed_until_no_rank_drops_heat_for_long() -> None:
+def test_shedding_increases_while_most_ranks_drop_heat_and_decreases_after_a_calm_period() -> None:
     scene = Scene()
     assert [scene.check(*range(RANKS)) for _ in range(5)] == [2, 4, 8, MAX_BLOCKS, MAX_BLOCKS]
     assert scene.check(times=14) == MAX_BLOCKS
@@ -56,7 +56,7 @@ def test_heat_that_most_ranks_drop_is_shed_until_no_rank_drops_heat_for_long() -
     assert scene.check(times=45) == 1
 
 
-def test_nothing_is_shed_for_few_ranks_or_new_ranks_or_before_the_next_check() -> None:
+def test_no_heat_is_shed_before_the_next_check_or_if_only_a_few_or_only_new_ranks_drop_heat() -> None:
     scene = Scene()
     assert scene.check(*range(RANKS // 2), times=20) == 1
     for rank in range(RANKS, 4 * RANKS):
@@ -69,7 +69,7 @@ def test_nothing_is_shed_for_few_ranks_or_new_ranks_or_before_the_next_check() -
     assert scene.shedding.after(scene.now + _CHECK_SECONDS / 2, all_drop) is scene.shedding
 
 
-def test_a_stall_ends_when_the_count_grows_or_stops_applying_or_the_ranks_restart() -> None:
+def test_a_stall_ends_if_the_counter_changes_or_cannot_grow_or_if_the_ranks_restart() -> None:
     stall = Stall().after(5.0, 100, 7).after(8.0, 130, 7)
     assert (stall.seconds, stall.steps) == (3.0, 30)
     for step, count in ((130, 8), (130, None), (90, 7)):

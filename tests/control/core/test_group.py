@@ -25,7 +25,7 @@ LAST = hellos()[-1]
 
 @pytest.fixture
 def story() -> Story:
-    """A story in which every rank except the last one has sent a Hello."""
+    """Return a story in which every rank except the last one has sent a Hello."""
     story = Story()
     for hello in hellos()[:-1]:
         story.deployment.hello(hello)
@@ -37,7 +37,7 @@ def assembled(story: Story, last: Hello) -> AssembledLayout:
     return story.deployment.group.assembled(last)
 
 
-def test_only_the_last_missing_rank_of_the_same_group_completes_it(story: Story) -> None:
+def test_only_the_last_missing_rank_of_a_group_completes_the_group(story: Story) -> None:
     group = story.deployment.group
     assert group is not None
     assert group.is_completed_by(LAST)
@@ -58,7 +58,7 @@ def test_the_assembled_layout_is_used_without_assembling_it_again(
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_an_assembled_layout_is_dropped_if_a_rank_has_left_meanwhile(story: Story, returns: bool) -> None:
+def test_an_assembled_layout_is_dropped_if_a_rank_has_left_since(story: Story, returns: bool) -> None:
     layout = assembled(story, LAST)
     story.leaves(0)
     if returns:
@@ -68,7 +68,7 @@ def test_an_assembled_layout_is_dropped_if_a_rank_has_left_meanwhile(story: Stor
     assert story.deployment.live is not layout[1]
 
 
-def test_an_invalid_last_hello_is_rejected_although_its_layout_was_assembled(story: Story) -> None:
+def test_an_invalid_last_hello_is_rejected_even_if_its_layout_was_assembled_in_advance(story: Story) -> None:
     wrong = replace(LAST, slots_LS=hellos()[0].slots_LS)
     with pytest.raises(ConflictError, match=r"do not form a valid placement|have the digest"):
         story.deployment.hello(wrong, assembled(story, wrong))
@@ -100,7 +100,7 @@ def test_a_rank_that_returns_with_different_experts_or_tables_is_rejected() -> N
 
 
 def test_ranks_with_different_layer_epochs_are_rejected(story: Story) -> None:
-    """If they counted as equal, heat would be read under placements of different epochs."""
+    """If such ranks were accepted, heat would be read under placements of different epochs."""
     epochs = (*LAST.layer_epochs[:-1], LAST.layer_epochs[-1] + 1)
     with pytest.raises(ConflictError, match="report different layer epochs"):
         story.deployment.hello(replace(LAST, layer_epochs=epochs))

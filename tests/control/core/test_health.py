@@ -1,4 +1,4 @@
-"""Balance figures are computed per step and stored in few points, and a deployment reports problems without errors."""
+"""Balance is computed per step and stored in few points, and a deployment reports problems that cause no error."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def report(
     story.deployment.assemble_steps()
 
 
-def test_a_group_that_never_counts_a_token_has_a_problem_until_it_does(story: Story) -> None:
+def test_a_problem_is_reported_until_the_group_counts_its_first_token(story: Story) -> None:
     """The problem appears late, because a host may not serve any requests for a while after it starts."""
     for number in range(16):
         assert problems(story.deployment) == []
@@ -142,14 +142,14 @@ def test_a_group_that_never_counts_a_token_has_a_problem_until_it_does(story: St
 
 
 @pytest.mark.parametrize("phase", [StepPhase.DECODE, StepPhase.DUMMY])
-def test_an_idle_host_has_no_problem(story: Story, phase: StepPhase) -> None:
+def test_no_problem_is_reported_for_an_idle_host(story: Story, phase: StepPhase) -> None:
     report(story, 0, 1, StepPhase.DECODE)
     for number in range(1, 40):
         report(story, number * WINDOW, 0, phase)
         assert problems(story.deployment) == []
 
 
-def test_a_host_that_has_served_nothing_yet_has_no_problem(story: Story) -> None:
+def test_no_problem_is_reported_before_a_host_serves_its_first_request(story: Story) -> None:
     """Data-parallel ranks run dummy passes from startup."""
     for number in range(40):
         report(story, number * WINDOW, 0, StepPhase.DUMMY)
@@ -165,7 +165,7 @@ def test_zero_counts_are_a_problem_if_the_ranks_report_tokens(story: Story) -> N
     assert problem.startswith(f"no rank has counted a token in the last {WINDOW} steps")
 
 
-def test_a_heat_phase_that_no_step_has_is_a_problem() -> None:
+def test_a_configured_heat_phase_that_matches_no_step_is_a_problem() -> None:
     story = Story()
     story.deployment.limits = replace(story.deployment.limits, heat_phase="prefill")
     story.joins()
@@ -215,7 +215,7 @@ def test_a_problem_names_a_rank_with_late_heat_and_the_decision_that_it_delays(r
         problem,
     )
     assert story.deployment.is_due(128) == bool(reports), (
-        "a decision needs one in eight steps, and those are complete"
+        "a decision requires one in eight steps to be complete, and the reported ones suffice"
     )
     assert not story.deployment.is_due(136)
     story.waits(31)
@@ -226,7 +226,7 @@ def test_a_problem_names_a_rank_with_late_heat_and_the_decision_that_it_delays(r
     assert problems(story.deployment) == []
 
 
-def test_ranks_that_report_at_different_moments_are_not_late() -> None:
+def test_ranks_that_report_at_different_times_are_not_late() -> None:
     story = Story(pending_steps=1024)
     story.joins()
     for second in range(60):
@@ -242,7 +242,8 @@ def test_a_long_time_without_a_decision_is_a_problem(story: Story) -> None:
             story.deployment.heartbeat(rank, Heartbeat(step=step, digest=story.live.digest))
         story.deployment.tick(now)
         return any(
-            f"no decision for {now:.0f} s, during which" in problem for problem in problems(story.deployment)
+            f"no decision has been made for {now:.0f} s, during which" in problem
+            for problem in problems(story.deployment)
         )
 
     assert [
@@ -280,14 +281,14 @@ def test_tokens_in_slots_that_are_in_no_table_are_a_problem(split: str) -> None:
     ("split", "by_step", "problem"),
     [
         ("tables", False, None),
-        ("tables", True, None),  # the service then plans for the ranks' split
+        ("tables", True, None),  # in this case, the service plans for the ranks' split
         ("step", True, None),
         ("even", True, "plans for split=even; serve with --split step"),
         ("deal", True, "plans for split=deal; serve with --split step"),
         ("step", False, "set EPLB_AGENT_STEP_SPLIT=on"),
     ],
 )
-def test_a_service_that_plans_for_a_different_split_than_the_ranks_perform_is_a_problem(
+def test_planning_for_a_split_that_the_ranks_do_not_use_is_a_problem(
     split: str, by_step: bool, problem: str | None
 ) -> None:
     story = Story()

@@ -1,4 +1,4 @@
-"""Certificates for tests, made with openssl."""
+"""Certificates for tests, generated with openssl."""
 
 from __future__ import annotations
 

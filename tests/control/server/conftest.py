@@ -46,5 +46,5 @@ async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Return a path for a store, which does not exist yet."""
+    """Return a path for a store that does not exist yet."""
     return str(tmp_path / "state.sqlite3")

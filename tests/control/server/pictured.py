@@ -160,7 +160,7 @@ def moves_of(rng: np.random.Generator, ranks: int, slots: int, count: int) -> An
 
 
 def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoint]:
-    """Return the points for one hour in which, six times, heat drifts and a plan restores balance."""
+    """Return the points for one hour, in which heat drifts and a plan restores balance six times."""
     return [
         operator_pb2.BalancePoint(
             at=now - 10 * (360 - index),

@@ -1,4 +1,4 @@
-"""Streams end on request, a backlog of heat loses no steps, and only the newest plan is sent, to one rank at a time."""
+"""Streams end on request, a heat backlog loses no steps, and only the newest plan is sent, to a few ranks at a time."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_pending_steps_are_assembled_in_batches_before_the_next_report() -
 
 REPORTS = 24
 STEPS = 8
-"""Number of steps per report. All reports together cover three times as many steps as ranks may be apart."""
+"""Number of steps per report. Together, the reports cover three times as many steps as the ranks may be apart."""
 
 
 async def send(group: FakeGroup, rank: int) -> None:
@@ -195,7 +195,7 @@ class Scene:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def test_copies_of_a_plan_are_sent_in_order_within_the_limit() -> None:
+async def test_copies_of_a_plan_are_sent_in_rank_order_within_the_concurrency_limit() -> None:
     scene = Scene(2)
     assert await scene.run_pending_tasks() == [0, 1]
     scene.reads[1].set()
@@ -208,7 +208,7 @@ async def test_copies_of_a_plan_are_sent_in_order_within_the_limit() -> None:
     await scene.end()
 
 
-async def test_an_ended_plan_is_sent_to_no_further_rank() -> None:
+async def test_an_ended_plan_is_not_sent_to_further_ranks() -> None:
     scene = Scene(2)
     await scene.run_pending_tasks()
     scene.sending.over = True

@@ -191,7 +191,7 @@ def test_a_certificate_credential_accepts_only_its_certificate(path: Path) -> No
     assert Credentials().proven_by("", []) is not None, "without credentials, every caller is accepted"
 
 
-def test_a_changed_file_is_read_again_regardless_of_its_modification_time(path: Path) -> None:
+def test_a_changed_credentials_file_is_reread_regardless_of_its_modification_time(path: Path) -> None:
     credentials = Credentials(path=path)
     assert not credentials.refresh()
     path.write_text(FILE.replace("dashboard", "a-dashboard"))
@@ -230,7 +230,7 @@ async def test_only_health_checks_are_accepted_without_the_shared_token(
         {"listen": "127.example.com:50551"},
     ],
 )
-def test_a_service_open_to_other_hosts_requires_credentials_and_tls_or_insecure(
+def test_a_service_open_to_other_hosts_requires_credentials_and_tls_unless_insecure_is_set(
     flags: dict[str, Any],
 ) -> None:
     with pytest.raises(SettingsError, match="is reachable from other hosts"):

@@ -1,4 +1,4 @@
-"""A service decides with a cost curve fitted to its step times, and makes a first plan from prior heat."""
+"""A service uses a cost curve fitted to its step times in its decisions, and makes a first plan from prior heat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def varied_heat() -> Int32:
 
 
 class TimedGroup(FakeGroup):
-    """A group whose step times follow a cost curve, given the tokens in its slots."""
+    """A group whose step times are computed with a cost curve from the tokens in its slots."""
 
     async def serve(self, heat_TLE: Int32) -> None:
         shape = (len(heat_TLE), LAYERS, SLOTS)
@@ -98,7 +98,7 @@ def par_of(group: FakeGroup) -> float:
     return float(mean_par(par(rank_loads(skewed_heat(16, seed=5), live.placement, live.log2phy_RLE))))
 
 
-async def test_the_first_plan_of_decode_uses_prefill_heat_and_later_ones_its_own() -> None:
+async def test_the_first_plan_uses_the_priors_heat_and_later_plans_use_the_deployments_own_heat() -> None:
     async with (
         run_service(settings(prior="decode=prefill", decision_interval=64)) as service,
         FakeGroup(service.address) as prefill,

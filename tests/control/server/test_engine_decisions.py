@@ -1,4 +1,4 @@
-"""Decisions for engines that move the weights themselves, asked for over the wire."""
+"""Engines that move the weights themselves can request decisions over the wire."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def ask(address: str, heat: Any = HEAT, old: Any = OLD, timed: bool = True, **ch
     return ServiceDecision(agent, "even")(heat, old, 2, 1, timed).tolist()
 
 
-async def test_the_service_decides_for_an_engine(service: RunningService) -> None:
+async def test_the_service_makes_decisions_for_an_engine(service: RunningService) -> None:
     assert await asyncio.to_thread(ask, service.address) == NEW
     assert await asyncio.to_thread(ask, service.address, HEAT.sum(axis=0, keepdims=True), OLD, False) == NEW
 
 
 async def test_a_large_window_arrives_in_parts(service: RunningService) -> None:
-    """64 parts of 8 layers and 256 experts are four parts of the wire format."""
+    """The window's 64 parts, with 8 layers and 256 experts each, take up four parts of the wire format."""
     draw = np.random.default_rng(0)
     heat = draw.poisson(300.0 / np.arange(1, 257), size=(64, 8, 256)) + 1000
     old = np.tile(np.arange(288) % 256, (8, 1))
@@ -45,7 +45,7 @@ async def test_a_large_window_arrives_in_parts(service: RunningService) -> None:
     assert np.shape(new) == (8, 288)
 
 
-async def test_the_services_planner_settings_apply() -> None:
+async def test_the_services_planner_settings_apply_to_engine_decisions() -> None:
     async with run_service(settings(policy="none")) as service:
         assert await asyncio.to_thread(ask, service.address) == OLD.tolist()
 
@@ -53,7 +53,7 @@ async def test_the_services_planner_settings_apply() -> None:
 @pytest.mark.parametrize(
     ("heat", "old", "message"),
     [
-        (HEAT, np.array([[0, 1, 2, 3, 0]]), "a multiple of 2 ranks"),
+        (HEAT, np.array([[0, 1, 2, 3, 0]]), "the same number on each of 2 ranks"),
         (HEAT, np.array([[0, 1, 2, 2, 0, 1]]), "expert 3 has no slot"),
         (HEAT, np.array([[0, 1, 2, 3, 0, 1]] * 2), r"expected shape \[1, any\]"),
         (-HEAT, OLD, "a count is negative"),
@@ -71,7 +71,7 @@ async def test_an_invalid_request_is_rejected_with_the_reason(
         await asyncio.to_thread(ask, service.address, heat, old)
 
 
-async def test_a_request_of_another_release_is_rejected(
+async def test_a_request_from_a_different_release_is_rejected(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DecideRequest, "protocol_version", 3)
@@ -105,7 +105,7 @@ async def test_a_request_beyond_the_size_limit_is_rejected_at_its_first_part() -
         assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_credential_reaches_only_its_deployments(tmp_path: Path) -> None:
+async def test_a_credential_grants_access_only_to_its_deployments(tmp_path: Path) -> None:
     path = tmp_path / "credentials.yaml"
     path.write_text("- {name: one, token: first-token-of-16, role: agent, deployments: [one]}\n")
     async with run_service(settings(credentials=path)) as service:
@@ -117,7 +117,7 @@ async def test_a_credential_reaches_only_its_deployments(tmp_path: Path) -> None
             await asyncio.to_thread(ask, service.address)
 
 
-def test_no_answer_within_the_deadline_is_an_error() -> None:
+def test_a_missing_answer_is_an_error_after_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(RemoteDecisionError):
         ask("127.0.0.1:1", decision_timeout_seconds=0.5)
@@ -125,7 +125,7 @@ def test_no_answer_within_the_deadline_is_an_error() -> None:
 
 
 class _WrongService(agent_pb2_grpc.AgentServiceServicer):
-    """Service whose answer leaves out an expert."""
+    """A service whose answer omits an expert."""
 
     def Decide(self, requests: Any, context: Any) -> Any:
         request = DecideRequest(
@@ -149,14 +149,14 @@ def test_an_invalid_answer_is_an_error() -> None:
         server.stop(None)
 
 
-def test_the_service_is_asked_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_makes_decisions_only_if_the_settings_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     assert service_decision(AgentSettings(), "even") is None
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "127.0.0.1:1")
     assert service_decision(AgentSettings(), "even") is not None
 
 
-def test_a_request_of_several_parts_is_read_in_order() -> None:
+def test_a_large_request_is_split_into_ordered_parts() -> None:
     data = bytes(range(256)) * 1024
     parts = list(parts_of(data))
     assert len(parts) == 2

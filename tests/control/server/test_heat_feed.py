@@ -52,7 +52,7 @@ async def reporting_requests(group: FakeGroup) -> list[tuple[bool, int]]:
     return [(message.source_sums, message.one_in) for message in messages]
 
 
-async def test_ranks_send_source_sums_or_every_step_while_heat_is_watched(service: RunningService) -> None:
+async def test_ranks_send_source_counts_per_step_only_while_heat_is_watched(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         welcomes = await group.join()
         assert all(welcome.reporting.source_sums for welcome in welcomes)
@@ -119,7 +119,7 @@ async def test_all_ranks_shed_the_same_reports_and_the_shedding_is_reported(
 async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
     """Start ``eplb trace record`` and, if ``watched``, wait until the service sends it heat."""
     feed = service.plane.feed
-    # It takes the service a moment to notice that the previous watcher has ended.
+    # The service takes a moment to notice that the previous watcher is gone.
     await until(lambda: not feed._watchers)
     task = asyncio.create_task(
         asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
@@ -130,7 +130,7 @@ async def recording(service: RunningService, *arguments: str, watched: bool = Tr
 
 
 @pytest.mark.parametrize("by_slot", [True, False], ids=["slots-counted", "slots-derived"])
-async def test_a_recording_holds_the_ranks_counts_before_and_after_a_commit(
+async def test_a_recording_contains_the_ranks_counts_before_and_after_a_commit(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
 ) -> None:
     out = tmp_path / "watched.zarr"
@@ -200,7 +200,7 @@ async def test_a_recording_continues_a_trace_only_if_the_placement_fits(
     assert open_trace(out).steps == 16
 
 
-async def test_a_recording_ends_after_its_time_and_reports_an_empty_trace(
+async def test_a_recording_ends_after_its_time_limit_and_reports_an_empty_trace(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "decode.zarr"
@@ -222,7 +222,7 @@ HeatMessages = list[operator_pb2.WatchHeatResponse]
 
 @pytest.fixture
 def recorded_messages(monkeypatch: pytest.MonkeyPatch) -> HeatMessages:
-    """Return the messages that a recording receives. Ctrl-C interrupts it at the last rank's second report."""
+    """Return the messages that a recording receives. Ctrl-C ends the recording at the last rank's second report."""
     take = trace_record._record_message
     messages = HeatMessages()
 

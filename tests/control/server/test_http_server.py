@@ -105,7 +105,7 @@ async def test_unknown_paths_and_methods_other_than_get_are_rejected(service: Ru
         assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 405
 
 
-async def test_the_page_learns_that_it_needs_a_token_without_an_error_response(tmp_path: Path) -> None:
+async def test_the_page_learns_without_an_error_response_that_it_needs_a_token(tmp_path: Path) -> None:
     """A browser logs every error response to its console."""
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
     async with run_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
@@ -117,7 +117,7 @@ async def test_the_page_learns_that_it_needs_a_token_without_an_error_response(t
         assert sample("eplb_refusals_total", {"code": "unauthenticated"}) == 1
 
 
-async def test_readers_see_only_their_deployments_and_other_callers_nothing(tmp_path: Path) -> None:
+async def test_readers_see_only_their_deployments_and_other_callers_see_nothing(tmp_path: Path) -> None:
     (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
     async with run_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
         address = service.metrics_address
@@ -152,7 +152,9 @@ async def test_requests_for_a_different_host_name_are_rejected(service: RunningS
         assert (await get(address, path, Host=name)).status == 200
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for its certificate")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="the test requires openssl to generate a certificate"
+)
 async def test_the_page_can_have_a_separate_address_with_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("localhost")
@@ -165,7 +167,7 @@ async def test_the_page_can_have_a_separate_address_with_tls(tmp_path: Path) -> 
         assert (await get(page, path, token="right", context=context)).document == {"deployments": []}
         assert (await get(page, "/metrics", context=context)).status == 404
         assert (await get(service.metrics_address, "/metrics")).status == 200
-        assert "another address" in (await get(service.metrics_address, "/")).document["error"]
+        assert "a separate address" in (await get(service.metrics_address, "/")).document["error"]
         with pytest.raises((OSError, http.client.HTTPException)):
             await get(page, path)
         credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())
@@ -236,7 +238,7 @@ def host_address() -> str:
         try:
             probe.connect(("198.51.100.1", 9))
         except OSError:
-            pytest.skip("NO OTHER HOST IS PLAYED: this host has no network")
+            pytest.skip("CANNOT SIMULATE ANOTHER HOST: this host has no network")
         return str(probe.getsockname()[0])
 
 
@@ -270,7 +272,7 @@ async def test_without_credentials_other_hosts_get_only_the_metrics(setting: str
             assert (await get(f"{host}:{port}", "/metrics")).status == 200
         assert (await get(url, "/api/v1/deployments")).document["deployments"]
         assert (await get(url, "/")).status == 200
-        # A different site's name can resolve to this host.
+        # Another site's host name can resolve to this host.
         assert (await get(url, "/api/v1/deployments", Host="rebound.example")).status == 403
 
 

@@ -44,13 +44,13 @@ async def test_turns_are_granted_in_order_and_a_greedy_host_does_not_delay_other
 
     tasks = [asyncio.ensure_future(ask(f"{host}{number}")) for host in "abc" for number in range(5)]
     await _run_pending_tasks()
-    # Host a only gets its share, although b and c arrived later.
+    # Host a gets only its share of the turns, although b and c arrived later.
     assert granted == ["a0", "a1", "a2", "a3", "b0", "b1"]
     tasks[7].cancel()
     ends["a1"].set()
     ends["b0"].set()
     await _run_pending_tasks()
-    assert granted[6:] == ["b3", "c0"], "a request that has gone delays no other request"
+    assert granted[6:] == ["b3", "c0"], "a cancelled request does not delay other requests"
     while not all(task.done() for task in tasks):
         for end in ends.values():
             end.set()
@@ -103,8 +103,7 @@ async def test_oversized_incomplete_and_malformed_requests_are_rejected(
     ):
         code, text = await refusal_of(service.address, _hello(), *messages)
         assert (code, reason in text) == (expected, True), text
-    # The time limit is not shortened until now, so that even on a busy host, the requests above fail because of their
-    # content.
+    # Shorten the time limit only now, so that the requests above fail because of their content, even on a busy host.
     monkeypatch.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.2)
     async with FakeGroup(service.address) as group:
         await group.join()
@@ -144,7 +143,7 @@ async def test_streams_are_limited_in_total_and_per_host_and_rejections_are_coun
             channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(3)]
             ranks = [FakeRank(channel, 0) for channel in channels]
             ends = [asyncio.ensure_future(rank.refusal()) for rank in ranks]
-            # The last stream ends at once. The service still waits for a Hello on the other streams.
+            # The last stream ends immediately. The service still waits for a Hello on the other streams.
             (ended,), open_streams = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             code, text = ended.result()
             assert (code, name in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)

@@ -62,7 +62,7 @@ def test_services_started_in_the_same_second_have_different_terms(monkeypatch: p
 HELD = Claim(holder="a", renewed="2026-01-01T00:00:00Z", seconds=15, term=3)
 
 
-def test_a_free_lease_can_be_acquired_at_once() -> None:
+def test_a_free_lease_can_be_acquired_immediately() -> None:
     assert Claim().may_be_taken(0, "b")
     assert Claim().followed_by(10, replace(HELD, holder="")).may_be_taken(10, "b")
 

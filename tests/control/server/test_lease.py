@@ -1,6 +1,6 @@
-"""One of several services holds a lease.
+"""Only one of several services holds a lease at a time.
 
-After its release or expiry, another acquires it and learns the highest term.
+Once the lease is released or expires, another service can acquire it and learns the highest term.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def test_a_lease_has_one_holder_and_can_be_acquired_after_its_release(rivals: tu
     first.give_back()
 
 
-def test_a_replaced_lease_file_is_lost_and_a_file_without_a_term_is_rejected(tmp_path: Path) -> None:
+def test_a_lease_is_lost_if_its_file_is_replaced_and_a_file_without_a_term_is_rejected(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "lease"
     lease = file_lease(path)
     assert lease.attempt()
@@ -174,11 +176,11 @@ def test_a_lease_that_is_not_renewed_expires(candidate: Callable[..., Kubernetes
     now[0] += 15.1
     assert second.attempt()
     assert second.highest_term() == 7
-    assert not first.attempt(), "another service has acquired it meanwhile"
+    assert not first.attempt(), "another service has acquired the lease in the meantime"
     with pytest.raises(LeaseError, match="acquired by another"):
         first.announce(8)
     first.give_back()
-    assert second.attempt(), "a former holder cannot release it"
+    assert second.attempt(), "a former holder cannot release the lease"
 
 
 def test_only_one_of_two_concurrent_attempts_acquires_the_lease(
@@ -255,7 +257,7 @@ def test_a_replaced_token_is_read_again(api: FakeKubernetes, tmp_path: Path) -> 
 
 
 def test_only_a_pod_gets_a_client_for_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LeaseError, match="a Kubernetes lease needs a pod"):
+    with pytest.raises(LeaseError, match="a Kubernetes lease works only in a pod"):
         client_of_pod()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
@@ -296,7 +298,7 @@ async def test_a_leader_that_cannot_renew_stops_before_the_lease_expires(
     assert api.leases[PATH]["metadata"]["annotations"][TERM_ANNOTATION] == "9"
 
 
-async def test_a_leader_stops_when_a_rival_holds_the_lease(
+async def test_a_leader_stops_once_a_rival_acquires_the_lease(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:
     now = [100.0]

@@ -24,7 +24,9 @@ from tests.control.server.service_under_test import settings, until
 from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.rank_layout import Identity, RankLayout
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="the tests require openssl to generate certificates"
+)
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ async def test_an_agent_is_identified_by_its_certificate(tmp_path: Path, authori
             "unknown name": agent(service, authority.ca, authority.sign("somebody")),
             "rejects the service's authority": agent(service, other_authority.ca, decode_certificate),
         }
-        # This leaves each stream enough time for two attempts. The accepted stream shows that the service answers.
+        # This is enough time for two attempts by each stream. The accepted stream shows that the service responds.
         await asyncio.sleep(2.0)
         assert [name for name, attempt in rejected.items() if attempt.connected or attempt.welcome] == []
         assert stream.connected
@@ -105,7 +107,7 @@ async def test_the_page_identifies_its_reader_by_the_certificate(
             await get(page, "/", context=ssl.create_default_context(cafile=str(authority.ca)))
 
 
-async def test_certificates_of_both_sides_rotate_without_a_restart(
+async def test_service_and_agent_certificates_rotate_without_a_restart(
     tmp_path: Path, authority: Authority
 ) -> None:
     tls_flags = flags(tmp_path, authority)

@@ -43,7 +43,7 @@ async def group(service: RunningService, group: FakeGroup) -> FakeGroup:
     return group
 
 
-async def test_deployments_lists_every_deployment(
+async def test_the_deployments_command_lists_every_deployment(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "deployments", "--json") == 0
@@ -54,7 +54,9 @@ async def test_deployments_lists_every_deployment(
     assert "decode" in capsys.readouterr().out
 
 
-async def test_status_shows_layers_and_agents(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_status_command_shows_layers_and_agents(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def status() -> Any:
         assert await eplb(group, "status", "decode", "--json") == 0
         return checked_document("status", capsys.readouterr().out)
@@ -67,7 +69,7 @@ async def test_status_shows_layers_and_agents(group: FakeGroup, capsys: pytest.C
         (True, "test")
     ] * RANKS
     assert [agent["staging_bytes"] for agent in document["agents"]] == [None] * RANKS, (
-        "agents from before this field"
+        "these agents predate the field"
     )
     assert await eplb(group, "status", "decode") == 0
     shown = capsys.readouterr().out
@@ -85,7 +87,9 @@ async def test_status_shows_layers_and_agents(group: FakeGroup, capsys: pytest.C
     assert [agent["dropped_steps"] for agent in agents] == [5, 0, 0, 0]
 
 
-async def test_top_shows_the_load_of_every_rank(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_top_command_shows_the_load_of_every_rank(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await eplb(group, "top", "decode", "--once") == 0
     shown = capsys.readouterr().out
     assert f"{RANKS} of {RANKS} ranks connected on 2 nodes" in shown
@@ -94,7 +98,7 @@ async def test_top_shows_the_load_of_every_rank(group: FakeGroup, capsys: pytest
     assert "no deployment 'absent'" in capsys.readouterr().err
 
 
-async def test_placement_prints_and_writes_the_current_placement(
+async def test_the_placement_command_prints_and_writes_the_current_placement(
     group: FakeGroup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "placement.npz"
@@ -116,7 +120,7 @@ async def test_placement_prints_and_writes_the_current_placement(
     assert (tmp_path / "both.json").exists()
 
 
-async def test_pause_stops_rebalance_until_resume(
+async def test_rebalance_is_rejected_between_pause_and_resume(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "pause", "decode", "--json") == 0
@@ -130,11 +134,11 @@ async def test_pause_stops_rebalance_until_resume(
     assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
 
 
-async def test_history_shows_the_verdicts_and_the_outcome_of_plans(
+async def test_the_history_command_shows_the_verdicts_and_the_outcome_of_plans(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "history", "decode") == 0
-    assert "decode has had no plan yet" in capsys.readouterr().out
+    assert "decode has had no plans yet" in capsys.readouterr().out
     assert await eplb(group, "rebalance", "decode") == 0
     plans = await group.hear_plan()
     await group.carry_out(plans)
@@ -171,7 +175,7 @@ async def has_metrics(service: RunningService) -> bool:
     return any("decode" in labels for _, labels in await scrape(service))
 
 
-async def test_forget_removes_history_metrics_and_pause(
+async def test_the_forget_command_removes_the_history_the_metrics_and_the_pause(
     service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "pause", "decode") == 0
@@ -234,7 +238,7 @@ async def test_a_departed_deployment_is_forgotten_unless_it_is_paused(paused: bo
 IN_2106 = term_at(1 << 32, 5)
 
 
-async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
+async def test_the_lead_command_overrides_the_leader_term_of_a_service_with_a_wrong_clock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored_settings = settings(store=str(tmp_path / "state.sqlite3"))
@@ -269,7 +273,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         assert "no rank of decode has followed a service newer than this one" in capsys.readouterr().out
     async with run_service(stored_settings) as service, FakeGroup(service.address) as group:
         (welcome, *_) = await group.join(highest_term=answer["leader_term"])
-        assert welcome.leader_term > answer["leader_term"], "a restart must not lose the ordered term"
+        assert welcome.leader_term > answer["leader_term"], "a restart must not lose the raised term"
         prefill_rank = FakeRank(group.channel, 0)
         prefill_welcome = await prefill_rank.greet(
             hello_of(live_of(first_placement()), 0, deployment="prefill")
@@ -278,7 +282,7 @@ async def test_lead_overcomes_the_term_of_a_clock_that_was_wrong(
         prefill_rank.call.cancel()
 
 
-async def test_lead_asks_for_an_engine_restart_after_the_highest_term(
+async def test_the_lead_command_asks_for_an_engine_restart_if_there_is_no_higher_term(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with run_service(settings()) as service, FakeGroup(service.address) as group:

@@ -40,7 +40,7 @@ def as_next_release(_kind: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("convert", [as_previous_release, as_next_release])
-async def test_ranks_with_a_different_release_are_balanced(
+async def test_ranks_from_a_different_release_are_balanced(
     convert: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = FakeRank.say

@@ -1,4 +1,4 @@
-"""In a real browser, the page shows the service's figures at any size, in light and dark mode, and runs no content."""
+"""In a real browser, the page shows its figures at any size, in light and dark mode, and never runs text as code."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
     par = answers["deployments/decode"]["status"]["par"]
     assert f"PAR now\n{par:.3f}" in seen["tiles"]
     assert (seen["squares"], seen["troubled"]) == (320, 2)
-    assert seen["agents-lead"].endswith("; per rank at most 84 MB for staging, 1.5 MB for heat.")
+    assert seen["agents-lead"].endswith("; at most 84 MB for staging and 1.5 MB for heat per rank.")
     assert re.match(
         r"rank \d+ on node-\d\d: \d\.\d\d × the mean\nlayer \d+: PAR \d\.\d{3}", seen["tips"]["loads"]
     )

@@ -1,4 +1,4 @@
-"""``eplb prove`` beside a live deployment records and scores it, and changes nothing."""
+"""``eplb prove`` records and scores a live deployment, and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.control.server.service_under_test import until
 
 
 async def serve(group: FakeGroup) -> None:
-    """Send heat like a model until cancelled."""
+    """Send heat as a model would, until cancelled."""
     number = 0
     while True:
         await group.send_heat(skewed_heat(8, seed=number))
@@ -51,7 +51,7 @@ async def test_a_live_deployment_is_recorded_and_scored(
     assert open_trace(kept).steps == 96
 
 
-async def test_mistakes_are_reported_before_anything_is_recorded(
+async def test_invalid_arguments_are_reported_before_anything_is_recorded(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beside = ["prove", "decode", "--address", service.address]

@@ -80,7 +80,7 @@ async def rejection_of(rank: FakeRank, **message: Any) -> tuple[grpc.StatusCode,
         (
             lambda hello: hello.CopyFrom(hello_of(CONFLICTING, 1)),
             CONTRADICTS,
-            "rank 1 serves epoch 0 (digest",
+            "rank 1 is at epoch 0 (digest",
         ),
         (spoil_field("group_id", "second"), CONTRADICTS, "does not belong to the group of rank 0"),
     ],
@@ -110,11 +110,11 @@ async def test_slots_that_do_not_match_the_reported_digest_are_rejected(channel:
     assert "do not form a valid placement" in text or "digest" in text
 
 
-async def test_a_deployment_above_the_maximum_is_rejected(
+async def test_a_deployment_beyond_the_maximum_is_rejected(
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 2)
-    # Keep a reference to every rank: a stream without one is cancelled.
+    # Keep a reference to every rank, because a stream is cancelled when its rank is garbage-collected.
     first, second, third = (FakeRank(channel, 0) for _ in range(3))
     await first.greet(hello_of(LIVE, 0, deployment="one"))
     await second.greet(hello_of(LIVE, 0, deployment="two"))
@@ -123,7 +123,7 @@ async def test_a_deployment_above_the_maximum_is_rejected(
     assert "its maximum" in text
 
 
-async def test_departed_deployments_make_room_unless_they_had_a_plan_or_are_paused(
+async def test_departed_deployments_are_evicted_unless_they_had_a_plan_or_are_paused(
     service: RunningService, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "MAX_DEPLOYMENTS", 4)
@@ -154,7 +154,7 @@ async def test_departed_deployments_make_room_unless_they_had_a_plan_or_are_paus
     assert (code, "`eplb forget NAME`" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
 
 
-async def test_a_first_message_other_than_hello_and_malformed_heat_are_rejected(
+async def test_malformed_heat_and_a_first_message_other_than_hello_are_rejected(
     channel: grpc.aio.Channel,
 ) -> None:
     code, text = await rejection_of(FakeRank(channel, 0), heartbeat=agent_pb2.Heartbeat())
@@ -207,9 +207,7 @@ async def test_a_second_agent_with_the_same_rank_and_a_different_group_id_is_rej
     assert len(service.plane.deployments["decode"].connected) == RANKS
 
 
-async def test_a_new_stream_of_a_rank_replaces_its_old_stream(
-    service: RunningService, group: FakeGroup
-) -> None:
+async def test_a_ranks_new_stream_replaces_its_old_stream(service: RunningService, group: FakeGroup) -> None:
     old_rank = group.ranks[2]
     group.ranks[2] = FakeRank(group.channel, 2)
     await group.ranks[2].greet(hello_of(LIVE, 2))
@@ -223,7 +221,7 @@ async def test_a_new_stream_of_a_rank_replaces_its_old_stream(
     await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
 
 
-async def test_an_incomplete_group_gives_way_to_another_group_after_a_timeout(
+async def test_an_incomplete_group_is_replaced_by_another_group_after_a_timeout(
     service: RunningService,
 ) -> None:
     async with FakeGroup(service.address) as group:

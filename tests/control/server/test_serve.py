@@ -140,7 +140,7 @@ def test_an_address_in_use_is_explained_in_one_line(flag: str, capsys: pytest.Ca
         assert run(["serve", "--store", ":memory:", *ADDRESSES, flag, address]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("eplb: error: cannot ")
-    assert f"{address}: another program listens there, most likely another `eplb serve`" in line
+    assert f"{address}: another program is listening there, most likely another `eplb serve`" in line
     assert line.endswith(f"or choose another address with {flag}")
 
 
@@ -152,7 +152,7 @@ def test_an_address_in_use_is_explained_in_one_line(flag: str, capsys: pytest.Ca
         (["--store", "nowhere/state.sqlite3", *ADDRESSES], "directory"),
     ],
 )
-def test_wrong_arguments_are_reported_in_one_line(
+def test_invalid_arguments_are_reported_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from eplb_service.cli.main import run
@@ -229,7 +229,7 @@ FAULTY_SETTINGS = {
 
 
 @pytest.mark.parametrize("fault", FAULTY_SETTINGS)
-async def test_a_failed_start_leaves_no_store(
+async def test_a_failed_start_creates_no_store(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -262,7 +262,7 @@ async def test_two_services_share_a_store_only_under_the_same_lease(
                 async with run_service(settings(store=None, lease=second)):
                     pass
         else:
-            # The old leader may still be closing the store when it has lost the lease.
+            # A leader that has lost the lease may still be closing the store.
             async with run_service(settings(store=None, lease=second)):
                 pass
     async with run_service(settings(store=None, lease=second)):

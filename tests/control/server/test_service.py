@@ -71,7 +71,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_a_new_epoch(service: Running
         assert (status.agents_connected, status.steps_received, status.steps_lost) == (RANKS, 32, 0)
         assert list(status.problems) == []
 
-        # The loads after the plan are better balanced than the loads that it was made for.
+        # The loads after the plan are better balanced than the loads for which the plan was made.
         await group.send_heat(skewed_heat(64, seed=1))
         await until(lambda: deployment.totals.steps_received == 96)
         answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
@@ -80,7 +80,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_a_new_epoch(service: Running
 
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["first decision", "later decision"])
-async def test_a_rank_whose_heat_stopped_does_not_block_a_decision(
+async def test_a_rank_that_stops_sending_heat_does_not_block_a_decision(
     service: RunningService, group: FakeGroup, earlier: int
 ) -> None:
     deployment = service.plane.deployments["decode"]
@@ -151,7 +151,7 @@ async def test_a_rejected_plan_changes_nothing_and_is_reported(
 
 
 def shifted_heat(steps: int) -> Int32:
-    """Return heat as after a change: different experts are hot, and there are twice as many tokens."""
+    """Return heat after a change: different experts are hot, and there are twice as many tokens."""
     heat_TLE = skewed_heat(steps, seed=7)
     return np.ascontiguousarray(heat_TLE[:, :, ::-1] * 2)
 
@@ -163,7 +163,7 @@ async def answer_call(group: FakeGroup, plan_id: int) -> None:
     await group.say_all(plan_id, 0, agent_pb2.PLAN_STATE_CALLED_OFF, "called off by the service")
 
 
-async def test_a_change_of_heat_calls_off_a_plan_and_the_next_plan_keeps_committed_layers(
+async def test_a_change_in_heat_calls_off_a_plan_and_the_next_plan_keeps_committed_layers(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.fill_window()
@@ -242,7 +242,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         assert (await group.hear_plan())[0].layers
 
 
-async def test_reflection_names_the_services(service: RunningService) -> None:
+async def test_reflection_lists_the_services(service: RunningService) -> None:
     async with grpc.aio.insecure_channel(service.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -260,7 +260,7 @@ async def test_ranks_at_an_unknown_epoch_are_asked_for_a_new_hello(
     for rank in group.ranks:
         code, text = await rank.refusal()
         assert code == grpc.StatusCode.ABORTED
-        assert "the ranks serve epoch 9, but the service expected epoch 0; send another Hello" in text
+        assert "the ranks are at epoch 9, but the service expected epoch 0; send another Hello" in text
     await until(lambda: not service.plane.deployments["decode"].connected)
     await group.join()
     live = service.plane.deployments["decode"].live
@@ -271,8 +271,8 @@ async def test_ranks_at_an_unknown_epoch_are_asked_for_a_new_hello(
 @pytest.mark.parametrize("flag", ["listen", "metrics", "page", "health"])
 async def test_a_start_fails_if_an_address_is_in_use(service: RunningService, flag: str) -> None:
     reason = (
-        f"{service.address}: another program listens there, most likely another `eplb serve` on this host; stop it, "
-        f"or choose another address with --{flag}"
+        f"{service.address}: another program is listening there, most likely another `eplb serve` on this host; stop "
+        f"it, or choose another address with --{flag}"
     )
     with pytest.raises(ListenError, match=re.escape(reason)):
         async with run_service(settings(**{flag: service.address})):
@@ -287,7 +287,7 @@ async def test_an_address_of_another_host_is_not_reported_as_in_use(flag: str) -
     assert "another program" not in str(raised.value)
 
 
-async def test_rank_0_is_told_the_balance_of_new_steps(service: RunningService, group: FakeGroup) -> None:
+async def test_rank_0_receives_the_balance_of_new_steps(service: RunningService, group: FakeGroup) -> None:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.live is not None)
     tick(service.plane)
@@ -305,7 +305,7 @@ async def test_rank_0_is_told_the_balance_of_new_steps(service: RunningService, 
     assert all(outbox.empty() for outbox in outboxes[1:])
 
 
-async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_solver_that_hangs_does_not_block_other_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
     solve = decider.decide
     hangs = threading.Event()
     calls: list[Any] = []

@@ -45,7 +45,7 @@ def test_an_invalid_settings_file_is_rejected(config: Path, content: str, messag
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_settings_file_is_rejected_and_an_empty_one_accepted(config: Path) -> None:
+def test_a_missing_settings_file_is_rejected_and_an_empty_one_is_accepted(config: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read .*nowhere"):
         load_settings({}, config.parent / "nowhere")
     config.write_text("")
@@ -85,7 +85,7 @@ def test_the_settings_text_does_not_contain_the_token() -> None:
     assert "hunter2" not in repr(load_settings({"auth_token": "hunter2"}))
 
 
-def test_the_planner_gets_its_settings() -> None:
+def test_planner_settings_are_passed_to_the_planner() -> None:
     planner = load_settings({"policy": "deepseek", "max_layers": 4, "seed": 9}).planner()
     assert (planner.policy, planner.max_layers, planner.seed) == ("deepseek", 4, 9)
 

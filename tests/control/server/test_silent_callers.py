@@ -53,7 +53,7 @@ async def test_silent_health_checks_do_not_block_the_health_port(method: str) ->
                 assert await healthy(service.health_address)
 
 
-async def test_health_watchers_make_room_for_health_checks() -> None:
+async def test_health_watchers_are_evicted_for_new_health_checks() -> None:
     async with run_service(settings(health="127.0.0.1:0")) as service:
         assert service.health_address is not None
         async with grpc.aio.insecure_channel(service.health_address) as channel:
@@ -88,7 +88,7 @@ async def test_silent_streams_do_not_block_a_service_without_credentials() -> No
 
 
 @pytest.mark.parametrize("content", [b"", OPENED], ids=["only TCP", "HTTP/2"])
-async def test_silent_connections_block_no_caller_and_are_ended(
+async def test_silent_connections_do_not_block_callers_and_are_closed(
     content: bytes, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eplb_service.control.server.service._HANDSHAKE_SECONDS", 1.0)
@@ -136,7 +136,7 @@ async def test_slow_connections_do_not_block_scrapes(
             writer.close()
 
 
-async def test_a_connection_without_a_complete_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_complete_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_REQUEST_SECONDS", 0.2)
     async with run_service(settings()) as service:
         host, _, port = service.metrics_address.rpartition(":")
@@ -147,6 +147,6 @@ async def test_a_connection_without_a_complete_request_is_ended(monkeypatch: pyt
         writer.close()
 
 
-def test_the_oldest_connection_of_the_host_with_most_connections_makes_room() -> None:
+def test_the_oldest_connection_of_the_host_with_the_most_connections_is_evicted() -> None:
     assert quotas.index_to_evict(["a", "b", "a", "b", "b"]) == 1
     assert quotas.index_to_evict(["a", "b", "c"]) == 0

@@ -32,7 +32,7 @@ from tests.control.server.stored_deployment import STORED
 LIVE = live_of(first_placement())
 
 
-def test_plan_ids_grow_across_restarts(path: str) -> None:
+def test_plan_ids_increase_across_restarts(path: str) -> None:
     store = Store(path)
     first = store.new_plan_id()
     store.begin_plan("decode", PlanTracker.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
@@ -49,7 +49,7 @@ def test_plan_ids_without_a_store_file_are_higher_than_those_of_earlier_services
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])
-def test_the_first_layout_is_restored_with_its_tables(path: str, entries: int) -> None:
+def test_the_initial_layout_is_restored_with_its_tables(path: str, entries: int) -> None:
     placement = LIVE.placement
     log2phy_RLE = placement.default_log2phy()
     if entries:
@@ -157,7 +157,7 @@ async def test_a_restarted_service_restores_the_history_and_continues(path: str)
         np.testing.assert_array_equal(first_layout.placement.phy2log_LRS, live.placement.phy2log_LRS)
 
 
-def test_a_store_of_the_first_release_opens_with_all_its_content(path: str) -> None:
+def test_a_store_written_by_the_first_release_opens_with_all_its_content(path: str) -> None:
     shutil.copy(Path(__file__).parents[2] / "data" / "store-0.1.0.sqlite3", path)
     store = Store(path)
     assert store.deployments() == [STORED]
@@ -171,7 +171,7 @@ def test_a_store_of_the_first_release_opens_with_all_its_content(path: str) -> N
     store.close()
 
 
-def test_files_that_are_not_a_store_are_rejected(tmp_path: Path) -> None:
+def test_files_that_are_not_stores_are_rejected(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("not a database, but long enough to be taken for one" * 100)
     with pytest.raises(StoreError, match="file is not a database"):
@@ -218,7 +218,7 @@ def test_a_damaged_store_is_set_aside_and_replaced_by_a_new_one(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("remainder", [slice(0, 100), slice(100, None), slice(0, 0)])
-def test_a_damaged_first_layout_is_set_aside(path: str, remainder: slice) -> None:
+def test_a_damaged_initial_layout_is_set_aside(path: str, remainder: slice) -> None:
     store = Store(path)
     store.save_initial_layout("decode", "first", LIVE.serving)
     store.close()
@@ -239,7 +239,8 @@ def assert_set_aside(store: Store, table: str, rows: int = 1) -> None:
     ).fetchall()
     assert len(rows_aside) == len(store.notices) == rows
     assert all(
-        f"of {table} in the store could not be read and was set aside: " in notice for notice in store.notices
+        f"of the store's table {table} could not be read and was set aside: " in notice
+        for notice in store.notices
     )
     assert all(reason and content.startswith("(") for reason, content in rows_aside)
 
@@ -250,7 +251,7 @@ def state_with(**changes: object) -> str:
 
 BAD_STATES: dict[str, object] = {
     "invalid JSON": state_with()[:-9],
-    "JSON of another type": "[1, 2]",
+    "JSON of the wrong type": "[1, 2]",
     "null": "null",
     "deeply nested JSON": "[" * 100_000,
     "invalid UTF-8": state_with().encode().replace(b"kept", b"\xff\xfe").replace(b"12", b"\xff"),
@@ -262,9 +263,9 @@ BAD_STATES: dict[str, object] = {
     "a negative number": state_with(epoch=-1),
     "a number above its limit": state_with(experts=10**30),
     "NaN": state_with(leader_term=float("nan")),
-    "totals of another type": state_with(totals=[3]),
-    "a total of another type": state_with(totals={"bytes_moved": "5"}),
-    "another name": state_with(name="prefill"),
+    "totals of the wrong type": state_with(totals=[3]),
+    "a total of the wrong type": state_with(totals={"bytes_moved": "5"}),
+    "a different name": state_with(name="prefill"),
 }
 
 
@@ -281,7 +282,7 @@ async def test_an_unreadable_deployment_is_set_aside_and_the_other_deployments_a
         assert running.plane.remembered.keys() == {"other"}
         assert running.plane.deployments["other"].paused
         tick(running.plane)
-        message = "the row 'decode' of deployments in the store could not be read"
+        message = "the row 'decode' of the store's table deployments could not be read"
         assert any(problem.startswith(message) for problem in problems(running.plane.deployments["other"]))
         assert_set_aside(running.plane._writer.store, "deployments")
     store = Store(path)
@@ -299,7 +300,7 @@ def test_a_deployment_with_an_invalid_name_is_set_aside(path: str, name: str) ->
     store.close()
 
 
-def test_fields_and_columns_of_a_newer_release_are_ignored(path: str) -> None:
+def test_fields_and_columns_added_by_a_newer_release_are_ignored(path: str) -> None:
     store = Store(path)
     store.save_deployment(STORED)
     store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
@@ -326,9 +327,9 @@ def test_fields_and_columns_of_a_newer_release_are_ignored(path: str) -> None:
 
 BAD_PLANS: dict[str, tuple[str, object]] = {
     "verdicts that are invalid JSON": ("verdicts", "[{"),
-    "verdicts of another type": ("verdicts", "[3]"),
+    "verdicts of the wrong type": ("verdicts", "[3]"),
     "a verdict without its layer": ("verdicts", "[{}]"),
-    "a verdict with fields of other types": (
+    "a verdict with fields of the wrong types": (
         "verdicts",
         '[{"layer": "x", "par_seen": 1, "par_planned": 1, "noise_floor": 1, "moves": 0, "changed": 1, "reason": ""}]',
     ),
@@ -380,7 +381,7 @@ def test_invalid_leader_terms_are_set_aside(path: str, terms: list[object]) -> N
 
 
 def killed_after_writes(path: str, *, order: bool = False) -> None:
-    """Store twelve paused deployments in a process and kill it; with ``order``, kill it after they are durable."""
+    """Store twelve paused deployments in a subprocess, make them durable if ``order`` is set, and kill the process."""
     script = (
         "import os\n"
         "from dataclasses import replace\n"

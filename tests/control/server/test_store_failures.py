@@ -1,4 +1,4 @@
-"""Writes that a disk rejects for a while are not lost, and operator commands report when they could not be stored."""
+"""Writes that fail temporarily are not lost, and operator commands report if they could not be stored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def failures(path: str) -> Iterator[Failures]:
 
 
 def full(failures: Failures) -> None:
-    """Allow no more pages in the store, as on a full disk."""
+    """Prevent the store from growing, as on a full disk."""
     (pages,) = failures.store._db.execute("PRAGMA page_count").fetchone()
     failures.pragma(f"max_page_count = {pages}")
 
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Failures], None], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failed_writes_are_repeated_as_soon_as_the_disk_accepts_them(failures: Failures, fault: str) -> None:
+def test_failed_writes_are_retried_until_the_disk_accepts_them(failures: Failures, fault: str) -> None:
     begin, end, message = FAULTS[fault]
     layers = decision_of(LIVE, 0)
     failures.write("save_deployment", StoredDeployment("left", epoch=82))
@@ -170,7 +170,7 @@ def test_a_read_only_store_is_rejected_at_startup_in_one_line(
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MiB at ``folder``."""
+    """Mount a 1 MiB file system at ``folder``."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -188,8 +188,8 @@ def fill(path: Path) -> None:
                 file.write(bytes(block))
 
 
-async def test_a_full_disk_that_recovers_has_lost_nothing(tmp_path: Path) -> None:
-    """As the runbook for EplbStoreFails states, a copy of the files, as they would be after a kill, is complete."""
+async def test_no_write_is_lost_once_a_full_disk_recovers(tmp_path: Path) -> None:
+    """The test copies the files in the state that a kill would leave. The runbook states that they are complete."""
     with small_disk(tmp_path / "disk") as disk:
         path = disk / "state.sqlite3"
         filler = disk / "filler"
@@ -296,7 +296,7 @@ async def test_an_acknowledged_command_survives_a_kill_and_a_lost_log(
     store.close()
 
 
-async def test_a_command_waits_for_a_slow_disk_only_for_a_limited_time(
+async def test_a_command_waits_only_a_limited_time_for_a_slow_disk(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_SETTLE_SECONDS", 0.1)

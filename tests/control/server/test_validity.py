@@ -14,7 +14,9 @@ from tests.control.server.certificates import Authority
 from tests.control.server.mutual_tls import flags, replace_file
 from tests.control.server.service_under_test import settings, until
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="the tests require openssl to generate certificates"
+)
 DAY = 86400.0
 
 
@@ -25,7 +27,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.mark.parametrize("days", [1, 400, 20_000])
 def test_the_validity_of_a_certificate_is_read_from_its_file(authority: Authority, days: int) -> None:
-    """20,000 days extend beyond 2050, the year from which certificates encode the year with four digits."""
+    """20,000 days end after 2049, and certificates encode later years with four digits instead of two."""
     certificate, _ = authority.sign("localhost", days=days)
     validity = first_to_expire(certificate.read_bytes())
     assert validity is not None
@@ -33,7 +35,7 @@ def test_the_validity_of_a_certificate_is_read_from_its_file(authority: Authorit
     assert validity.ends - validity.begins == pytest.approx(days * DAY, abs=2)
 
 
-def test_a_chain_expires_with_its_first_expiring_certificate(authority: Authority) -> None:
+def test_a_chain_expires_when_its_first_certificate_expires(authority: Authority) -> None:
     leaf, _ = authority.sign("localhost", days=9)
     chain = leaf.read_bytes() + authority.ca.read_bytes()
     assert first_to_expire(chain) == first_to_expire(authority.ca.read_bytes())
@@ -47,7 +49,7 @@ def test_an_unreadable_certificate_has_no_validity(authority: Authority, content
     assert first_to_expire(content) is None
 
 
-def test_a_certificate_expires_soon_within_two_weeks_or_a_quarter_of_its_validity() -> None:
+def test_a_certificate_counts_as_expiring_soon_in_its_last_two_weeks_or_last_quarter() -> None:
     year = Validity(0, 365 * DAY)
     day = Validity(0, DAY)
     assert [year.expires_soon(at * DAY) for at in (350, 352, 400)] == [False, True, True]

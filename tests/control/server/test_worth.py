@@ -1,4 +1,4 @@
-"""The gain from balancing in every output: time is shown only if commits have measured it."""
+"""All outputs express the gain from balancing as time only if the gain was measured across commits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def switch_often(service: RunningService, group: TimedGroup, rounds: int =
         await group.serve(heat_with_hot_expert(48, expert, seed=turn))
         await until(lambda: deployment.assembled == group.step)
         for _ in range(2):
-            # An alarm may already have started a decision, on fewer of these steps.
+            # An alarm may already have started a decision based on fewer of these steps.
             with contextlib.suppress(ConflictError):
                 await service.plane.decider.start(deployment)
             await follow_plans(service, group)
@@ -99,8 +99,8 @@ async def switch_often(service: RunningService, group: TimedGroup, rounds: int =
 async def service_and_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[tuple[RunningService, TimedGroup]]:
-    # Heat changes in every round, so a plan could be called off before the ranks receive it, and they would wait
-    # forever.
+    # Heat changes in every round, so a plan could be called off before the ranks receive it. The ranks would then
+    # wait forever.
     monkeypatch.setattr(Deployment, "may_call_off", False)
     often_settings = settings(window_steps=128, decision_interval=1 << 20, cpu_share=1.0)
     async with run_service(often_settings) as service, TimedGroup(service.address) as group:
@@ -131,7 +131,7 @@ async def all_surfaces(service: RunningService, group: FakeGroup, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["constant", "noisy", "falling"])
-async def test_step_times_independent_of_balance_show_no_gain_on_any_surface(
+async def test_no_output_shows_a_gain_if_step_times_are_independent_of_balance(
     kind: str, service_and_group: tuple[RunningService, TimedGroup], capsys: pytest.CaptureFixture[str]
 ) -> None:
     service, group = service_and_group
@@ -155,7 +155,7 @@ async def test_step_times_independent_of_balance_show_no_gain_on_any_surface(
     assert status["worth"]["ranks_worth"] is None
 
 
-async def test_step_times_that_follow_balance_show_a_measured_gain(
+async def test_a_measured_gain_is_shown_if_step_times_follow_balance(
     service_and_group: tuple[RunningService, TimedGroup], capsys: pytest.CaptureFixture[str]
 ) -> None:
     service, group = service_and_group

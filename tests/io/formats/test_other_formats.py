@@ -22,7 +22,7 @@ from eplb_service.io.trace import ArrayTrace
 
 def safetensors(arrays: dict[str, np.ndarray]) -> bytes:
     library = pytest.importorskip(
-        "safetensors.numpy", reason="TENSORRT-LLM IS NOT TESTED: no safetensors here"
+        "safetensors.numpy", reason="TENSORRT-LLM IS NOT TESTED: safetensors is not installed"
     )
     content: bytes = library.save({name: array.astype(np.int64) for name, array in arrays.items()})
     return content
@@ -73,7 +73,7 @@ def test_invalid_statistics_are_rejected(tmp_path: Path) -> None:
     (folder / "rank2.safetensors").write_bytes(safetensors({"100_0": np.ones(5)}))
     with pytest.raises(
         HeatError,
-        match=r"rank2.safetensors: 100_0 holds int64 \[5\]; expected names such as 100_3 .* counts for 4 experts",
+        match=r"rank2.safetensors: 100_0 holds int64 of shape \[5\]; expected names such as 100_3 .* for 4 experts",
     ):
         open_trace(folder)
     (folder / "rank2.safetensors").write_bytes(safetensors({"layer": np.ones(4)}))
@@ -132,7 +132,7 @@ def test_a_file_of_an_unknown_format_is_rejected_without_naming_a_package(
     assert "\n" not in str(caught.value)
 
 
-def test_csv_columns_of_experts_may_be_in_any_order(tmp_path: Path) -> None:
+def test_expert_columns_of_a_csv_may_be_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "weights.csv").write_text("expert_1,expert_0,expert_2\n5,4,6\n8,7,9\n")
     assert read_heat(tmp_path / "weights.csv").tolist() == [[[4, 5, 6], [7, 8, 9]]]
     (tmp_path / "weights.csv").write_text("expert_1,expert_3\n5,4\n")
@@ -149,7 +149,7 @@ def test_a_csv_of_counts_may_have_extra_columns_in_any_order(tmp_path: Path) -> 
 
 
 def test_parquet_files_without_heat_are_rejected(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
+    pyarrow = pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: pyarrow is not installed")
     from pyarrow import parquet
 
     path = tmp_path / "heat.parquet"
@@ -159,7 +159,9 @@ def test_parquet_files_without_heat_are_rejected(tmp_path: Path) -> None:
     ):
         open_trace(path)
     parquet.write_table(pyarrow.table({"step": [10], "layer": [0.5], "expert": [0], "tokens": [7]}), path)
-    with pytest.raises(HeatError, match=r"row 1 holds .* expected step, layer, expert, tokens as numbers"):
+    with pytest.raises(
+        HeatError, match=r"row 1 holds .* expected step, layer, expert, tokens as non-negative numbers"
+    ):
         open_trace(path)
     path.write_bytes(b"PAR1" + bytes(100))
     with pytest.raises(HeatError, match="is not a Parquet file"):

@@ -44,7 +44,7 @@ def stats(step: int, load_LP: np.ndarray, map_LP: np.ndarray | None = PHY2LOG_LP
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 8))
-def test_vllm_load_is_summed_under_the_map_of_each_record(
+def test_vllm_load_is_summed_with_the_map_in_each_record(
     seed: int, steps: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def test_vllm_load_is_summed_under_the_map_of_each_record(
     assert (trace.facts.model, trace.facts.ranks, trace.facts.slots) == ("moe", 2, 3)
 
 
-def test_vllm_load_without_a_map_asks_for_one(tmp_path: Path) -> None:
+def test_vllm_load_without_a_map_is_rejected(tmp_path: Path) -> None:
     load_LP = np.arange(12).reshape(2, 6)
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, load_LP, None)])
     with pytest.raises(
@@ -84,11 +84,17 @@ def test_vllm_load_of_one_record_or_with_idle_steps_is_read(tmp_path: Path) -> N
     ("records", "message"),
     [
         ([META, META], "has no eplb_load_stats with tokens"),
-        ([META, stats(1, np.ones((2, 5), int))], r"line 2 has \[2, 5\] layers and slots, unlike its map"),
-        ([META, stats(1, np.ones(6))], r"line 2 holds float64 \[6\] as expert_load; expected integers"),
+        (
+            [META, stats(1, np.ones((2, 5), int))],
+            r"line 2 has counts of shape \[2, 5\] \(layers, slots\), unlike its map",
+        ),
+        (
+            [META, stats(1, np.ones(6))],
+            r"line 2 holds float64 of shape \[6\] as expert_load; expected integers",
+        ),
         (
             [stats(1, np.ones((2, 6), int)), stats(2, np.ones((1, 6), int), PHY2LOG_LP[:1])],
-            r"line 2 has \[1, 6\] layers and slots, unlike its map or an earlier record",
+            r"line 2 has counts of shape \[1, 6\] \(layers, slots\), unlike its map or an earlier record",
         ),
         ([META, stats(1, np.ones((2, 6), int), -PHY2LOG_LP)], "the map refers to experts -3 to 0"),
         (
@@ -102,7 +108,7 @@ def test_invalid_vllm_load_is_rejected(tmp_path: Path, records: list[dict[str, A
         open_trace(write_lines(tmp_path / "load.jsonl", records))
 
 
-def test_a_truncated_line_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_line_names_the_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "load.jsonl", [META, stats(1, np.ones((2, 6), dtype=int))])
     with path.open("a") as file:
         file.write('{"record_type": "eplb_load_st')
@@ -216,7 +222,7 @@ def sglang_response(chosen_KLC: np.ndarray, prompt: int) -> dict[str, Any]:
     }
 
 
-def test_responses_are_decoded_in_parallel_without_their_prompts(tmp_path: Path) -> None:
+def test_a_trace_of_responses_decodes_them_concurrently_without_their_prompts(tmp_path: Path) -> None:
     routes = [routes_of(seed, 6 + 4) for seed in range(4)]
     generated = np.concatenate([chosen_KLC[6:] for chosen_KLC in routes])
     np.savez(tmp_path / "routes.npz", routes=generated, req_ptr=np.arange(0, 20, 4), num_experts=16)
@@ -233,7 +239,7 @@ def test_responses_are_decoded_in_parallel_without_their_prompts(tmp_path: Path)
         np.testing.assert_array_equal(read_heat(path, read_as), expected)
 
 
-def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
+def test_sglang_responses_are_rejected_unless_top_k_implies_their_shape(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
     with pytest.raises(HeatError, match=r"routed_experts has 12 numbers per token .* --top-k"):
         open_trace(path, ReadAs(batch=2))
@@ -246,7 +252,7 @@ def test_sglang_responses_ask_for_their_shape(tmp_path: Path) -> None:
     with pytest.raises(HeatError, match="request the experts from the start of the sequence"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
     del response["meta_info"]["prompt_tokens"]
-    with pytest.raises(HeatError, match="does not match None tokens"):
+    with pytest.raises(HeatError, match="prompt_tokens or completion_tokens is missing"):
         open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
 
 
@@ -270,7 +276,7 @@ def test_dense_layers_are_skipped_and_missing_choices_are_not_counted(tmp_path: 
         ("not base64!", "not a valid routed_experts in base64"),
         (
             npy(np.ones(3)),
-            r"holds float64 \[3\] as routed_experts; expected integers \[tokens, layers, choices\]",
+            r"holds float64 of shape \[3\] as routed_experts; expected integers of shape \[tokens, layers, choices\]",
         ),
         (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "is truncated, damaged"),
         (npy(routes_of(0, 9))[:80], "which is larger than the file|is truncated, damaged"),

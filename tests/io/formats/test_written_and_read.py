@@ -22,7 +22,7 @@ FEW = settings(max_examples=25)
 
 @pytest.fixture(scope="module")
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="ENGINES' TENSORS ARE NOT TESTED: no torch here")
+    return pytest.importorskip("torch", reason="ENGINES' TENSORS ARE NOT TESTED: torch is not installed")
 
 
 def placed(rng: np.random.Generator, layers: int, experts: int, ranks: int, slots: int) -> np.ndarray:

@@ -60,7 +60,8 @@ def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
 def test_rows_are_ordered_by_expert_and_then_by_source(eight_ranks: Ranks):
     results = eight_ranks.run(rows_by_source, 16)
     rows, counts = results[0]
-    # Expert 0 receives token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1 receives token 0
+    # Token 0 of each rank chooses the expert with the rank's number, token 1 chooses expert 0, and both choose the last
+    # expert. Expert 0 therefore receives two rows from rank 0 and one from every other rank. Expert 1 receives token 0
     # of rank 1.
     assert rows[:10] == [[0, 0], [0, 1], *([rank, 1] for rank in range(1, 8)), [1, 0]]
     assert counts == [2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10, 10, 10, 10, 10, 10]

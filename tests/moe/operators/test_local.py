@@ -49,7 +49,7 @@ def test_permute_returns_the_requested_number_of_rows():
 
 @given(shapes, st.integers(0, 5), st.integers(1, 5), st.sampled_from(list(GroupListType)))
 @settings(max_examples=40, deadline=None)
-def test_init_routing_keeps_the_active_range(
+def test_init_routing_sorts_the_choices_in_the_active_range(
     shape: tuple[int, int, int, int], first: int, width: int, kind: GroupListType
 ):
     hidden_TH, ids_TK = choices(*shape)

@@ -105,7 +105,7 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
     ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
     counts_E = torch.tensor([3, 6, 8, 10], dtype=torch.int32, device=device)
     a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
-    # The hardware supports masks on A3.
+    # Only A3 supports masks.
     masked = a3 | {"x_active_mask": zeros(T, K, dtype=torch.bool)}
     tp_counts = {"tp_send_counts": zeros(1, dtype=torch.int32)}
     two_levels = {"expert_scales": weights_TK}, {"expand_scales": zeros(rows, dtype=torch.float32)}

@@ -52,7 +52,10 @@ def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
 
 
 def make_room(rows, expert, slots):
-    """Move a replica from a full rank that lacks the expert to the first rank with a free slot; return the former."""
+    """Free a slot on a full rank that lacks the expert, and return that rank.
+
+    One of its replicas moves to the first rank with a free slot.
+    """
     roomy = next(row for row in rows if len(row) < slots)
     for rank, row in enumerate(rows):
         if expert in row:

@@ -22,7 +22,10 @@ def faded_mean(scaled_EN, share_N, half_life):
 
 
 def trimmed_mean(scaled_EN, share_N):
-    """Return each expert's mean over the half of its episodes with the fewest tokens, scaled to the same total."""
+    """Return each expert's mean over the half of its episodes with the fewest tokens.
+
+    The means are scaled so that their total equals the total of the untrimmed means.
+    """
     mean_E = scaled_EN @ share_N
     busy_EN = scaled_EN[:, share_N > 0]
     kept = math.ceil(busy_EN.shape[1] / 2)

@@ -72,7 +72,7 @@ def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
 
 
 def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
-    """Repeatedly make the best move of a share off the hottest rank, as long as it lowers the higher of both risks."""
+    """Make the best move of a share off the hottest rank, as long as it lowers the higher of the two ranks' risks."""
     slots = phy2log_RS.shape[1]
     table_GE = table_GE.copy()
     margin = np.inf

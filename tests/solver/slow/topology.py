@@ -54,7 +54,7 @@ def choose_senders(deployed_RS, phy2log_RS, nodes_R):
 
 
 def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
-    """Return the fraction of tokens that leave their source's node. Sources on several nodes never count."""
+    """Return the fraction of tokens that leave their source's node. Sources that span several nodes never count."""
     leaving = total = 0.0
     for (g, e), slot in np.ndenumerate(log2phy_GE):
         tokens = float(share_GE[g, e]) * float(mean_E[e])

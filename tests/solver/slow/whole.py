@@ -29,7 +29,7 @@ def draw(heat_E, expert_P, share_P, generator, table_RED=None, source_RE=None):
 
 def slowest_us(tokens_P, ranks, curve_4):
     floor, read, launch, slope = curve_4
-    """Return the microseconds of the slowest rank."""
+    """Return the slowest rank's time, in microseconds."""
     tokens_RS = tokens_P.reshape(ranks, -1)
     return floor + max(
         sum(max(read, launch + slope * tokens) for tokens in row if tokens > 0) for row in tokens_RS

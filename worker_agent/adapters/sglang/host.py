@@ -422,7 +422,7 @@ def _expert_weights(tensors: Iterable[torch.Tensor], slots: int, layer: int) -> 
     if not views or any(view is None for view in views):
         raise UnsupportedEngineError(
             f"the experts of layer {layer} in this format",
-            f"Their tensors do not consist of {slots} slots without gaps",
+            f"Their tensors are not made up of {slots} contiguous slots",
             "Choose another quantisation or MoE runner backend",
         )
     return [view for view in views if view is not None]

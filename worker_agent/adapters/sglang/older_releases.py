@@ -14,7 +14,7 @@ _REMEDY = "Install SGLang 0.5.23"
 
 
 def refuse_runner(release: str, runner: Any, all_to_all: str) -> None:
-    """Refuse devices, dispatches and draft models that work with the agent only in a later release.
+    """Refuse devices, all-to-all backends and draft models that work with the agent only in a later release.
 
     Raises ``UnsupportedEngineError`` before the model is loaded.
 
@@ -34,19 +34,19 @@ def refuse_runner(release: str, runner: Any, all_to_all: str) -> None:
             (
                 runner.device not in _MAPPING_DEVICES,
                 f"SGLang {release} on {runner.device}",
-                "This release maps chosen experts to slots on GPUs only",
+                "This release does not map chosen experts to slots on devices other than GPUs",
                 _REMEDY,
             ),
             (
                 all_to_all == "none",
-                f"SGLang {release} without an all-to-all",
-                "In most models in this release, tokens go to slots by expert number instead of by the tables",
+                f"SGLang {release} without an all-to-all backend",
+                "In most models, this release uses expert numbers as slot numbers, instead of reading the tables",
                 f"{_REMEDY}, start with --moe-a2a-backend deepep",
             ),
             (
                 not runner.spec_algorithm.is_none(),
                 f"speculative decoding with SGLang {release}",
-                "In this release, layers of the draft model may read the tables of the model's own layers",
+                "In this release, layers of the draft model may read the tables of the target model's layers",
                 f"{_REMEDY}, start without --speculative-algorithm",
             ),
         ]
@@ -54,7 +54,7 @@ def refuse_runner(release: str, runner: Any, all_to_all: str) -> None:
 
 
 def refuse_unmapped_model(release: str, model: Any) -> None:
-    """Refuse a model whose code does not look up expert locations, because it would choose slots by expert number.
+    """Refuse a model whose code does not look up expert locations, because it would use expert numbers as slot numbers.
 
     In later releases, ``TopK`` itself looks them up. Raises ``UnsupportedEngineError``.
 

@@ -137,13 +137,13 @@ class SglangOptions:
             (
                 self.expert_parallel != self.tensor_parallel,
                 f"--ep-size {self.expert_parallel} with --tp-size {self.tensor_parallel}",
-                "Experts are then split, or there are several expert groups",
+                "With these sizes, each expert is split across ranks, or there are several expert-parallel groups",
                 f"Start with --ep-size {self.tensor_parallel}",
             ),
             (
                 self.context_parallel > 1,
                 "context parallelism",
-                "The agent does not know which ranks then share tokens",
+                "With this option, the agent does not know which ranks share tokens",
                 "Start with --attn-cp-size 1 and --dcp-size 1",
             ),
             (
@@ -185,7 +185,7 @@ def _active_unsupported() -> tuple[tuple[str, str], ...]:
         (
             get_disagg().enable_pdmux,
             "--enable-pdmux",
-            "Two passes run at once, and a layer can only be switched between passes",
+            "With this option, two passes run at once, and a layer can only be switched between passes",
         ),
         # Releases before 0.5.23 have no paged experts.
         (getattr(moe, "enable_paged_experts", False), "--enable-paged-experts", offload_reason),
@@ -201,7 +201,7 @@ def _active_unsupported() -> tuple[tuple[str, str], ...]:
         (
             megamoe_prefill_only_recorder_enabled(),
             "SGLANG_AITER_MEGA_EPLB_PREFILL_ONLY",
-            "SGLang then does not count decode passes",
+            "With this option, SGLang does not count decode passes",
         ),
     )
     return tuple((name, reason) for is_active, name, reason in options if is_active)

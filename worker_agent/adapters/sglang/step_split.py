@@ -1,7 +1,7 @@
-"""The split per step in SGLang: choices are mapped to replicas by the counts of the pass that runs.
+"""The per-step split in SGLang: choices are mapped to replicas according to the current pass's counts.
 
 Three functions are hooked. Two map the choices of a layer, and the third knows which rows are padding, which SGLang
-masks only after the mapping. Its recorder counts the mapped choices, so it needs no hook.
+masks only after the mapping. SGLang's recorder counts the mapped choices, so it needs no hook.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REAL_ROWS = "num_token_non_padded"
 _INFO = "expert_location_dispatch_info"
 
 _splits: dict[int, StepSplit] = {}
-"""Split of each layer of this process's model, keyed by the address of its row in SGLang's table of replicas."""
+"""Split of each layer of this process's model, keyed by the address of its row in SGLang's replica table."""
 
 
 def register_hooks(setting: StepSplitSetting) -> None:
@@ -87,7 +87,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _mapped_by_step(original: Callable[..., Any], topk_ids: torch.Tensor, info: Any) -> Any:
-    """Map a layer's choices by its split, or by ``original`` if it has none."""
+    """Map a layer's choices with its split, or with ``original`` if it has none."""
     split = _splits.get(info.partial_logical_to_all_physical_map.data_ptr()) if info is not None else None
     if split is None or not topk_ids.numel() or not split.applies(topk_ids.shape[0]):
         return original(topk_ids, info)
@@ -107,7 +107,7 @@ def _hooks_are_applied() -> bool:
 
 
 def choose_for_engine(setting: StepSplitSetting, device_type: str) -> SplitChoice:
-    """Decide if SGLang splits its passes by step, from its published configuration."""
+    """Decide from SGLang's published configuration whether it splits passes per step."""
     if not is_requested(setting):
         return choose_split(setting, sees_all=False, device_type=device_type)
     from sglang.srt.layers.moe.utils import is_moe_input_scattered_across_dp_ranks

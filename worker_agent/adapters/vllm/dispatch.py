@@ -1,4 +1,4 @@
-"""Dispatch of vLLM's MoE layers, from which follows which ranks run their experts on the same tokens."""
+"""Dispatch methods of vLLM's MoE layers, which determine which ranks run their experts on the same tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """The ranks of the EP group that run their experts on the same tokens as this rank.
+    """Group of the EP ranks that run their experts on the same tokens as this rank.
 
     Parameters
     ----------
     number
         ID of the group, the same on all of its ranks; ``None`` if no other rank has this rank's tokens.
     first
-        Lowest EP rank of the group, which counts the tokens.
+        Lowest EP rank in the group, which counts the tokens.
     """
 
     number: int | None
@@ -39,7 +39,7 @@ class Dispatch(NamedTuple):
     sequence_parallel
         True if each tensor-parallel rank has its own tokens.
     monolithic
-        True if the kernel itself routes.
+        True if the kernel itself routes tokens.
     """
 
     naive: bool
@@ -53,7 +53,7 @@ def dispatch_of(layer: Any) -> Dispatch:
     if not hasattr(runner, "do_naive_dispatch_combine"):
         raise UnsupportedEngineError(
             f"MoE layers of the class {type(layer).__name__} (for example from --moe-backend deep_gemm_mega_moe)",
-            "They dispatch inside one kernel, whose experts and tables the agent does not know",
+            "They dispatch inside one kernel, whose experts and tables are unknown to the agent",
             "Choose another MoE backend",
         )
     method = layer.quant_method if runner is not layer else layer
@@ -99,13 +99,13 @@ def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: i
             (
                 getattr(parallel_config, "prefill_context_parallel_size", 1) > 1,
                 "prefill context parallelism with EPLB",
-                "The ranks that share tokens then change within a step",
+                "With this option, the ranks that share tokens change within a step",
                 "Start without --prefill-context-parallel-size",
             ),
             (
                 len(set(dispatches)) > 1,
-                "MoE layers that dispatch differently in one model",
-                "Ranks would share tokens in some layers only",
+                "a model whose MoE layers dispatch differently",
+                "Ranks would share tokens only in some layers",
                 "Use one MoE backend for all layers",
             ),
         ]

@@ -241,7 +241,7 @@ def refuse_settings(vllm_config: Any) -> None:
             (
                 release_of(vllm.__version__, KNOWN) == "0.23" and bool(envs.VLLM_USE_V2_MODEL_RUNNER),
                 "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
-                "It was never tested with the agent, and this release does not choose it for MoE models",
+                "It has not been tested with the agent, and this release does not choose it for MoE models",
                 "Unset VLLM_USE_V2_MODEL_RUNNER or use a later vLLM",
             ),
         ]

@@ -41,8 +41,8 @@ _MAX_ENTRIES = 16
 _PROBED_ROWS = 64
 
 _ALL_ROWS = 1 << 24
-"""Number of tokens that no pass reaches. Multiplied by the choices per token, it still fits in the 32-bit integers of
-vLLM's kernel."""
+"""Number larger than any pass's token count. Multiplied by the choices per token, it still fits in the 32-bit integers
+of vLLM's kernel."""
 
 
 class VllmHost(EngineHost):
@@ -84,7 +84,7 @@ class VllmHost(EngineHost):
             model_state, parallel_config, group, AgentSettings().step_split, no_exchange=_NO_EXCHANGE
         )
         self._splits: list[RouterSplit] = []
-        # If replicas are chosen by the step's own counts, loads do not follow from the tables, so they are recorded.
+        # If replicas are chosen according to the step's own counts, tables do not determine the loads, so record them.
         self._by_slot = self._split_choice.is_on
         slots = model_state.physical_to_logical_map.shape[1] // self._ranks
         widths = {"slots": slots} if self._by_slot else {"experts": experts}
@@ -215,7 +215,7 @@ class VllmHost(EngineHost):
         count_LE.copy_(on_host(period_LE, count_LE.device), non_blocking=True)
 
     def _check_choices(self, group: dist.ProcessGroup) -> None:
-        """Reject routers whose choice of replicas for the same tokens differs by rank (collective over ``group``).
+        """Reject routers that choose different replicas for the same tokens on different ranks (collective).
 
         Every rank routes the same batch twice, and the batch covers all experts. A router that picks at random gives
         different results.
@@ -249,12 +249,12 @@ class VllmHost(EngineHost):
         """Check, after the model has run, that its layers still dispatch as they did when the agent started.
 
         Raises ``UnsupportedEngineError`` if vLLM has switched to different kernels, as release 0.23 does for
-        quantisation methods in the older style.
+        older quantisation methods.
         """
         if self._token_group() != self._tokens:
             raise UnsupportedEngineError(
                 "MoE layers whose dispatch changed after the model was loaded",
-                "The agent derived the ranks that share tokens from the earlier dispatch",
+                "The agent determined from the earlier dispatch which ranks share tokens",
                 "Choose another MoE backend or quantisation",
             )
 
@@ -292,7 +292,7 @@ class VllmHost(EngineHost):
             self._splits[layer].install(self.agent.installed.placement.phy2log_LRS[layer])
 
     def restore(self) -> None:
-        """Move every expert back to the slot that vLLM loads it into, until ``resume`` is called (collective)."""
+        """Move every expert back to the slot that vLLM loads it into, to stay there until ``resume`` (collective)."""
         self._write_back()
         self.agent.restore(self._initial, "vLLM is loading weights")
         self._save()

@@ -1,4 +1,4 @@
-"""The split per step in vLLM: its routers map choices to replicas by the counts of the pass that runs.
+"""The per-step split in vLLM: its routers map choices to replicas according to the current pass's counts.
 
 All of vLLM's layers map their choices in ``BaseRouter._apply_eplb_mapping``, inside the graph that vLLM captures. In
 place of vLLM's kernel, the split chooses the replicas, and records loads for vLLM's EPLB as that kernel does.
@@ -41,7 +41,7 @@ class _EpRanks:
 
 
 def check_functions() -> None:
-    """Raise ``UnsupportedEngineError`` if a function differs from releases 0.23 to 0.33."""
+    """Raise ``UnsupportedEngineError`` if a function's parameters differ from those in 0.23 to 0.33."""
     import vllm
     from vllm.distributed.eplb import eplb_state
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -66,7 +66,7 @@ def check_functions() -> None:
 
 
 def patch_router() -> None:
-    """Make vLLM's routers use the split of their layer, if it has one. Has no effect if they already do."""
+    """Make vLLM's routers use their layer's split, if it has one. Repeated calls have no effect."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     if hasattr(BaseRouter, "eplb_agent_split"):
@@ -86,19 +86,19 @@ def patch_router() -> None:
 
 
 class RouterSplit(StepSplit):
-    """Split per step of one of vLLM's layers. See ``StepSplit`` for the parameters.
+    """Per-step split of one of vLLM's layers. See ``StepSplit`` for the parameters.
 
     Attributes
     ----------
     ignores_padding
-        True if the ranks know the same number of real rows. After vLLM's naive dispatcher, a batch consists of all
-        ranks' rows, and each rank knows only its own number.
+        True if all ranks know the same number of real rows. After vLLM's naive dispatcher, a batch consists of all
+        ranks' rows, and each rank knows only the number of its own real rows.
     """
 
     ignores_padding = True
 
     def map_and_record(self, state: Any, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Return the physical experts of all choices, and add the real ones to vLLM's count of the layer's load.
+        """Return the physical experts of all choices, and add the real tokens' choices to vLLM's load counts.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class RouterSplit(StepSplit):
 
 
 def _real_rows(state: Any) -> torch.Tensor | None:
-    """Return the number of rows without padding of the current (micro-)batch; ``None`` in releases below 0.25."""
+    """Return the number of rows in the current (micro-)batch, excluding padding; ``None`` before release 0.25."""
     tensors = getattr(state, "num_unpadded_tokens_tensors", None)
     if tensors is None:
         return None
@@ -139,7 +139,7 @@ def choose_for_model(
     *,
     no_exchange: str | None = None,
 ) -> SplitChoice:
-    """Decide if vLLM splits a model's passes by step.
+    """Decide whether vLLM splits a model's passes per step.
 
     Parameters
     ----------
@@ -166,12 +166,13 @@ def choose_for_model(
         tokens = token_group(layers, parallel_config, group.rank_in_group, group.world_size)
         sees_all = tokens.covers(parallel_config.data_parallel_size, naive=dispatch_of(layers[0]).naive)
         if tokens.number is not None and not sees_all:
-            no_exchange = "some ranks see the same tokens and others do not"
+            no_exchange = "some ranks see the same tokens and others see different ones"
     except UnsupportedEngineError as error:
         obstacle = obstacle or str(error)
     if getattr(parallel_config, "num_ubatches", 0) > 1:
         no_exchange = (
-            no_exchange or "micro-batches that overlap could exchange their counts in different orders"
+            no_exchange
+            or "micro-batches that overlap could exchange their counts in a different order on each rank"
         )
     return choose_split(
         setting, sees_all=sees_all, device_type=device_type, obstacle=obstacle, no_exchange=no_exchange
@@ -186,12 +187,12 @@ def start_splits(model_state: Any, group: Any, choice: SplitChoice) -> list[Rout
     model_state, group
         As for ``choose_for_model``.
     choice
-        Its result, which is logged on the first rank.
+        Result of ``choose_for_model``, which is logged on the first rank.
 
     Returns
     -------
     list of RouterSplit
-        Split of each layer; empty if the choice is off, or if the ranks do not split in the same way.
+        Split of each layer; empty if the choice is off, or if the ranks compute different splits.
     """
     splits: list[RouterSplit] = []
     if choice.is_on:

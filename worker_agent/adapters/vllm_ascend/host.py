@@ -43,7 +43,7 @@ class NoProcess:
 
 
 class LayerFinder:
-    """Replacement for ``VllmEplbAdaptor``: the MoE layers of a loaded model that vLLM-Ascend would balance.
+    """Replacement for ``VllmEplbAdaptor`` that only finds the MoE layers that vLLM-Ascend would balance.
 
     A draft model has no such layers.
     """
@@ -85,7 +85,7 @@ class _HostHeat:
     redundant
         True if some experts have several replicas.
     rows
-        Number of rows of the rings.
+        Number of rows in each ring.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _HostHeat:
                 (
                     self._redundant,
                     "all-gather dispatch with redundant experts",
-                    "vLLM-Ascend then looks up physical experts in a map of logical experts",
+                    "This dispatch looks up physical experts in a map of logical experts",
                     "Set num_redundant_experts to 0, or keep batches within MC2's capacity",
                 ),
                 (
@@ -209,7 +209,7 @@ class AscendHost(EngineHost):
         group = get_ep_group()
         if not layers:
             raise UnsupportedEngineError(
-                "dynamic_eplb on a model without MoE layers that vLLM-Ascend balances",
+                "dynamic_eplb on a model in which vLLM-Ascend balances no MoE layers",
                 "There is nothing to balance",
                 "Turn dynamic_eplb off",
             )

@@ -32,7 +32,7 @@ def refuse_settings(eplb_config: Any) -> None:
 
 
 def _refuse_ascend_settings(eplb_config: Any) -> None:
-    """Refuse settings and devices of vLLM-Ascend itself."""
+    """Refuse unsupported vLLM-Ascend settings and NPU models."""
     from vllm_ascend import envs
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.utils import get_ascend_device_type
@@ -44,7 +44,7 @@ def _refuse_ascend_settings(eplb_config: Any) -> None:
                 bool(eplb_config.expert_map_record_path)
                 or os.environ.get("EXPERT_MAP_RECORD", "false") == "true",
                 "recording of expert maps (EXPERT_MAP_RECORD)",
-                "vLLM-Ascend then never installs the placements that it plans",
+                "While it records maps, vLLM-Ascend never installs the placements that it plans",
                 "Record with `eplb trace record`",
             ),
             (
@@ -114,8 +114,8 @@ def refuse_gathering(vllm_config: Any, redundant: int) -> None:
         [
             (
                 method is not None and method.name == "ALLGATHER",
-                f"all-gather dispatch of steps of up to {tokens} tokens with {redundant} redundant experts",
-                "vLLM-Ascend then looks up physical experts in a map of logical experts",
+                f"all-gather dispatch with {redundant} redundant experts for steps of up to {tokens} tokens",
+                "This dispatch looks up physical experts in a map of logical experts",
                 "On A2, use at least 16 ranks with at most 24 experts each, and keep --max-num-batched-tokens within "
                 "MC2's capacity: 512 for each tensor-parallel rank with enable_prefill_mc2 in --additional-config, or "
                 "the largest captured graph in release 0.18, which ignores enable_prefill_mc2; or set "
@@ -151,7 +151,8 @@ def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lis
             (
                 mc2,
                 "quantised experts under MC2 without vLLM-Ascend's kernel for expert lists",
-                "It then applies the first expert's scales to all of a rank's experts, so outputs are wrong",
+                "Without that kernel, vLLM-Ascend applies the first expert's scales to all of a rank's experts, so "
+                "outputs are wrong",
                 remedy,
             ),
             (

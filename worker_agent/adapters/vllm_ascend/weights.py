@@ -58,7 +58,7 @@ def expert_weights(
     names_by_kind = _NAMES_018 if release == "0.18" else NAMES
     if kind not in names_by_kind:
         raise UnsupportedEngineError(
-            f"quantisation {kind} of MoE layers",
+            f"MoE layers with {kind} quantisation",
             f"vLLM-Ascend {release} moves only experts with quantisation {', '.join(sorted(names_by_kind))}",
             "Choose another quantisation",
         )
@@ -71,8 +71,8 @@ def expert_weights(
     names = names_by_kind[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
         raise UnsupportedEngineError(
-            f"MoE layers of {kind} without {', '.join(missing)}",
-            "The weights of an expert would not be complete",
+            f"MoE layers (quantisation {kind}) without {', '.join(missing)}",
+            "An expert's weights would be incomplete",
             "Report this model",
         )
     weights = [getattr(layer, name) for name in names]
@@ -119,8 +119,8 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
         npu_format = format_of(weight)
         if npu_format not in BASE_FORMATS:
             raise UnsupportedEngineError(
-                f"{name} of all experts as one tensor in NPU format {npu_format} (29 is NZ)",
-                "Its experts are not separate pieces of memory that can be sent and written",
+                f"a {name} tensor that holds all experts in NPU format {npu_format} (29 is NZ)",
+                "In this format, the experts are not separate blocks of memory that can be sent and written one by one",
                 "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ in release 0.18) to 0 or 1",
             )
         return

@@ -1,12 +1,12 @@
-"""Prototype: EPLB connector for vLLM's MLB fork, which needs no plugin and no environment variable.
+"""Prototype: EPLB connector for vLLM's MLB fork. It needs no plugin and no environment variable.
 
 The interface is that of ``vllm/distributed/eplb/connector/base.py`` in yunyang1999/vllm at commit
-4c90489c201c9f92ffbc80575b9694d0a81a8ebf. Whether it will be merged into vLLM is unknown. Start the engine with::
+4c90489c201c9f92ffbc80575b9694d0a81a8ebf. It may never be merged into vLLM. Start the engine with::
 
     --eplb-config '{"connector": "PlannerConnector", "use_async": false,
                     "connector_module_path": "worker_agent.policy.connectors.mlb"}'
 
-The connector decides placements only. The engine keeps choosing replicas by its hash.
+The connector decides only placements. The engine still chooses replicas with its hash.
 """
 
 from __future__ import annotations

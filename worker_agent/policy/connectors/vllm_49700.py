@@ -1,9 +1,9 @@
 """Prototype: EPLB policy for the hooks that vllm-project/vllm#49700 proposes, which pass the window step by step.
 
 The pull request has changed several times. At commit e99241da2c4372349a52b2e6b1c9af09afd97d7e, ``plan_rebalance`` takes
-a context of CPU tensors. In a later revision, policies implement it, and it also takes the model's policy state; the
-context then has the window as ``[samples, layers, experts]`` and the CPU group. This module implements the later
-revision, and accepts calls with and without the state. No release of vLLM has these hooks.
+a context of CPU tensors. In a later revision, policies implement it, and it also takes the model's policy state. In
+that revision, the context has the window as ``[samples, layers, experts]`` and the CPU group. This module implements
+the later revision, and accepts calls with and without the state. No release of vLLM has these hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker_agent.settings import AgentSettings
 
 
 class PlannerPolicy(AbstractEplbPolicy):  # type: ignore[misc]
-    """Policy of one EPLB state that lets this project's planner decide.
+    """Policy for one EPLB state. It lets this project's planner decide.
 
     The planner needs no state between decisions, so ``on_layer_committed`` is inherited and does nothing.
     """
@@ -44,7 +44,7 @@ class PlannerPolicy(AbstractEplbPolicy):  # type: ignore[misc]
         *policy_state
             The model's state, which only vLLM's own policy needs.
         """
-        # vLLM passes the group only here. The first decision is vLLM's own unless the planner is compiled by then.
+        # vLLM passes the group only here. vLLM's policy makes the first decision unless the planner is ready by then.
         if self._agreement is None:
             self._agreement = Agreement(context.cpu_group, EVEN, service_decision(AgentSettings(), EVEN))
         old = context.physical_to_logical_map_cpu

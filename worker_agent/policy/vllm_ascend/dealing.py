@@ -1,4 +1,4 @@
-"""Shares of the rows in a routing table: a replica gets more rows if its rank has less other work."""
+"""Shares of a routing table's rows: a replica gets more rows if its rank has less other work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from worker_agent.policy.vllm_ascend.routing_table import ROWS
 
 
 def rows_of_slots(heat_NLE: npt.NDArray[np.generic], phy2log_LP: Int64, ranks: int) -> Int64:
-    """Return the number of table rows of each slot, int64 ``[L, P]``; ``ROWS`` for each expert.
+    """Return the number of table rows of each slot, int64 ``[L, P]``. Each expert has ``ROWS`` rows in total.
 
     The rows are proportional to the split that minimises the hottest rank's load over the whole window. A layer keeps
-    equal rows if those are better on average over the parts of the window.
+    equal rows if these are better on average over the parts of the window.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def warm_up() -> None:
 
 
 def _even_shares(slots_P: Int64, experts: int) -> npt.NDArray[np.float64]:
-    """Return the share of its expert's tokens that each slot of a layer receives in an even split, ``[P]``."""
+    """Return each slot's share of its expert's tokens in an even split of one layer, ``[P]``."""
     share_P: npt.NDArray[np.float64] = 1.0 / np.bincount(slots_P, minlength=experts)[slots_P]
     return share_P
 

@@ -4,7 +4,7 @@ Without the agent, each rank's EPLB process decides for itself, and no rank comp
 two tables differed, ranks would wait for transfers that no other rank sends. Therefore, the first rank decides here,
 and the ranks share its table over the engine's CPU group. The EPLB processes only derive the transfers from it:
 
-1. At the end of the collection interval, the first rank starts to decide in a thread, while the model serves.
+1. At the end of the collection interval, the first rank starts the decision in a thread, while the model keeps serving.
 2. Halfway to the step at which the engine needs the result, the first rank broadcasts the table. Each rank then wakes
    its EPLB process, which would otherwise have been woken in step 1.
 """
@@ -59,7 +59,7 @@ _KNOWN = {
     f"{_WORKER}.do_update": Function(("self",), "41ee867d9d21b4f8"),
     f"{_WORKER}.global2local": Function(("self", "placement", "E_local"), "867d08499f19f0a4"),
 }
-"""Functions on whose order of events this module relies; the same in 0.23, 0.25, 0.28 and 0.30."""
+"""Functions of the EPLB cycle that this module relies on. They are the same in 0.23, 0.25, 0.28 and 0.30."""
 
 
 class AgreedTable:
@@ -90,7 +90,7 @@ class AgreedTable:
 
 
 class CyclePlanner:
-    """Decisions of one rank, one for each EPLB cycle of its ``EplbUpdator``.
+    """Planner of one rank. It makes one decision in each EPLB cycle of the rank's ``EplbUpdator``.
 
     Parameters
     ----------
@@ -110,11 +110,11 @@ class CyclePlanner:
         self._totals: list[torch.Tensor] = []
         """Counts of this rank's slots since the start of the cycle, ``[L, S]``, at the end of each part so far."""
         self._shape: tuple[int, int, int] | None = None
-        """Layers, ranks and slots of the decision that the ranks have not yet shared."""
+        """Numbers of layers, ranks and slots of the decision that the ranks have not yet shared."""
         self._decision: Future[Int64 | None] | None = None
 
     def begin(self) -> None:
-        """Gather the heat of the interval, and start to decide (collective over the EP group)."""
+        """Gather the heat of the interval, and start the decision (collective over the EP group)."""
         updator = self._updator
         local_NLS = self._local_parts()
         parts_LRNS = updator.comm_group.all_gather(
@@ -126,7 +126,7 @@ class CyclePlanner:
             self._decision = self._thread.submit(self._decide, parts_LRNS.permute(2, 0, 1, 3))
 
     def after_step(self) -> None:
-        """Note a part's end, or share the decision if it is due. Called after each step that the engine has counted."""
+        """Record the end of a part, or share the decision if it is due. Called after each counted step."""
         updator = self._updator
         step = updator.cur_iterations
         interval = updator.expert_heat_collection_interval
@@ -163,7 +163,7 @@ class CyclePlanner:
                 timed=len(heat_NLE) > 1,
             )
         except Exception as error:
-            _log.error("the agent failed to decide; the engine's own policy decides", exc_info=error)
+            _log.error("the agent failed to decide; the engine's own policy decides instead", exc_info=error)
             return None
 
     def _hand_over(self, layers: int, ranks: int, slots: int) -> None:
@@ -203,8 +203,8 @@ def install() -> None:
     Raises
     ------
     UnsupportedEngineError
-        If functions that this module relies on have changed, and ``allow_unverified_engine`` is off. Nothing is patched
-        then.
+        If functions that this module relies on have changed, and ``allow_unverified_engine`` is off. In that case,
+        nothing is patched.
     """
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.eplb.core.eplb_worker import EplbWorker
@@ -227,7 +227,9 @@ def install() -> None:
         init_updator(self, *arguments, **keywords)
         self.eplb_agent_planner = None
         if getattr(get_ascend_config(), "mix_placement", False):
-            _log.warning("shared experts are placed like routed ones (mix_placement), so the engine decides")
+            _log.warning(
+                "shared experts are placed like routed ones (mix_placement), so the engine's own policy decides"
+            )
             return
         self.eplb_agent_planner = CyclePlanner(self, settings)
 

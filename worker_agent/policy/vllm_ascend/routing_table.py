@@ -1,8 +1,8 @@
 """Routing tables of vLLM-Ascend's second model runner, as dealing tables with 1,024 entries per expert.
 
 The runner sends the token in row ``t`` of a batch to the replica in row ``t % 1024`` of the table. The engine fills the
-table so that an expert's replicas take turns. Here, each replica has a number of rows, and the rows of all replicas
-alternate evenly, so that small batches are split in nearly the same proportions.
+table so that an expert's replicas take turns. Here, each replica has its own number of rows, and the replicas' rows
+are interleaved evenly, so that small batches are split in nearly the same proportions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROWS = 1024
 
 
 def routing_table(rows_P: Int64, slots_P: Int64, rank: int, ranks: int) -> npt.NDArray[np.int32]:
-    """Return one layer's table for one rank, int32 ``[ROWS, E]``, slot of each row's tokens for each expert.
+    """Return one layer's table for one rank: the slot for each table row and expert, int32 ``[ROWS, E]``.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def routing_table(rows_P: Int64, slots_P: Int64, rank: int, ranks: int) -> npt.N
     slots_P
         int64 ``[P]``, expert in each slot.
     rank, ranks
-        Rank that uses the table, and number of ranks. Each rank starts at another row, so that the first tokens of
+        Rank that uses the table, and number of ranks. Each rank starts at a different row, so that the first tokens of
         small batches go to different replicas.
 
     Examples

@@ -1,8 +1,8 @@
 """Policy mode in vLLM-Ascend's second model runner (0.30): the planner takes the place of STAIR or the default policy.
 
 The engine always rebalances asynchronously, so the decision runs on the EPLB thread. After a decision, the engine's
-routing tables (``routing_table``) are also written: at once if a layer's placement stays the same, and otherwise when
-the engine commits the layer.
+routing tables (``routing_table``) are also written: immediately if a layer's placement stays the same, and otherwise
+when the engine commits the layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worker_agent.settings import AgentSettings
 _log = logging.getLogger("eplb.agent")
 
 _PENDING = "_eplb_agent_routing_tables"
-"""Attribute of a model's EPLB state: routing tables, by layer, that are written when the layer is committed."""
+"""Attribute of a model's EPLB state that holds routing tables, by layer, until the engine commits the layer."""
 _PARAMETERS = {
     "create_eplb_policy": ("policy", "stair_config"),
     "run_rebalance_experts": ("model_state", "eplb_state", "physical_to_logical_map_cpu"),
@@ -40,7 +40,7 @@ _PARAMETERS = {
 
 
 class PlannerPolicy:
-    """vLLM-Ascend's EPLB policy, decided by this project's planner.
+    """EPLB policy for vLLM-Ascend. It lets this project's planner decide.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class PlannerPolicy:
         Returns
         -------
         PreparedLoadStats
-            Sums of each part, ``[N, L, P]``, and the number of steps in each, which STAIR also accepts.
+            Sum of each part, ``[N, L, P]``, and its number of steps. STAIR also accepts this type.
         """
         from vllm_ascend.distributed.eplb.policy import PreparedLoadStats
 
@@ -124,15 +124,15 @@ class PlannerPolicy:
         )
 
     def take_rows(self) -> Int64 | None:
-        """Return the table rows of each slot for the last decision, int64 ``[L, P]``, once; ``None`` if there are none.
+        """Remove and return the number of table rows of each slot in the last decision, int64 ``[L, P]``.
 
-        The engine then fills its own tables.
+        Return ``None`` if there are none. In that case, the engine fills its own tables.
         """
         rows_LP, self._rows_LP = self._rows_LP, None
         return rows_LP
 
     def _agreed_rows(self, heat_NLE: npt.NDArray[np.generic], new_LP: Int64, ranks: int) -> Int64 | None:
-        """Return the first rank's table rows on all ranks (collective over the group)."""
+        """Compute table rows on the first rank and return them on all ranks (collective over the group)."""
         rows_LP = None
         if self._agreement.is_first:
             try:
@@ -242,7 +242,7 @@ def install() -> None:
 
 
 def _tables_of(rows_LP: Int64 | None, target: torch.Tensor, rank: int, ranks: int) -> dict[int, torch.Tensor]:
-    """Return this rank's routing table of each layer; none if the engine decided."""
+    """Return this rank's routing tables by layer; empty if the engine's own policy decided."""
     if rows_LP is None:
         return {}
     return {
@@ -254,7 +254,7 @@ def _tables_of(rows_LP: Int64 | None, target: torch.Tensor, rank: int, ranks: in
 def _note_tables(
     model_state: Any, tables: dict[int, torch.Tensor], old_LP: torch.Tensor, new_LP: torch.Tensor
 ) -> None:
-    """Write the tables of layers whose placement stays the same, and note the others for their commits."""
+    """Write the tables of unchanged layers, and store the other tables until their layers are committed."""
     changes_L = (old_LP != new_LP).any(dim=1).tolist()
     setattr(model_state, _PENDING, {layer: table for layer, table in tables.items() if changes_L[layer]})
     for layer, table in tables.items():
@@ -265,8 +265,8 @@ def _note_tables(
 def write_table(model_state: Any, layer: int, table_DE: torch.Tensor) -> None:
     """Write a layer's routing table in place, except for entries whose slot does not hold the expert.
 
-    The engine's own entries stay there, so no token can reach a slot with another expert's weights. The check runs on
-    the device, and the host does not wait for it.
+    Those entries keep the engine's own values, so no token can reach a slot with another expert's weights. The check
+    runs on the device, and the host does not wait for it.
     """
     routing = model_state.model.moe_layers[layer].eplb_state.expert_replica_routing_table
     ours_DE = table_DE.to(routing.device)

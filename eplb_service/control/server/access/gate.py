@@ -93,7 +93,7 @@ def _checked_deployments(names: frozenset[str]) -> frozenset[str]:
 
 
 class Credential(BaseModel):
-    """One entry of the credentials file: a proof of identity, and the caller's rights.
+    """One entry in the credentials file: a proof of identity, and the caller's rights.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def _digest(token: str) -> bytes:
 
 
 class Caller(NamedTuple):
-    """Credential and host of a call's caller."""
+    """A caller's credential and host."""
 
     credential: Credential
     host: str
@@ -345,7 +345,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 reason = str(error)
             finally:
                 self._open.pop(task, None)
-            # This is outside the ``except`` block, because the error's traceback would keep the rejected message in
+            # Respond outside the ``except`` block, because the error's traceback would keep the rejected message in
             # memory.
             self.note_refusal(method, host, code, reason)
             await context.abort(code, reason)
@@ -432,7 +432,7 @@ def _token(metadata: Mapping[str, str | bytes]) -> str:
 
 
 def _certificate_names(context: Any) -> Iterable[str]:
-    """Yield the names in the client certificate that the listener has verified; nothing without mutual TLS."""
+    """Yield the names in the client certificate that the listener has verified; no names without mutual TLS."""
     properties: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
     for key in ("x509_common_name", "x509_subject_alternative_name"):
         yield from (value.decode("utf-8", "replace") for value in properties.get(key, ()))

@@ -78,7 +78,7 @@ class Quotas:
     calls
         Maximum number of open calls and streams of all hosts together.
     calls_per_host
-        Maximum number of open calls and streams of one host without credentials.
+        Maximum number of open calls and streams per host for callers without credentials.
     """
 
     def __init__(self, calls: int, calls_per_host: int) -> None:
@@ -91,7 +91,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def call(self, host: str, *, proven: bool) -> Iterator[None]:
-        """Count a call while the context lasts; raises ``ExhaustedError`` if too many calls are open.
+        """Count a call while the context is active; raises ``ExhaustedError`` if too many calls are open.
 
         The quota per host does not apply to callers with credentials, because many ranks may share one address.
 
@@ -135,13 +135,13 @@ class Quotas:
             return await asyncio.wait_for(task, _PROBE_SECONDS)
         except asyncio.TimeoutError:
             raise ExhaustedError(
-                f"a health check may last at most {_PROBE_SECONDS:g} seconds; call again"
+                f"a health check may last at most {_PROBE_SECONDS:g} seconds; retry"
             ) from None
         except asyncio.CancelledError:
             if task in self._probes:
                 raise
             raise ExhaustedError(
-                f"{MAX_PROBES} health checks are open, and a newer one evicted this one; call again"
+                f"{MAX_PROBES} health checks are open, the maximum, and a newer one evicted this one; retry"
             ) from None
         finally:
             self._probes.pop(task, None)

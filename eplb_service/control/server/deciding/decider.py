@@ -1,4 +1,4 @@
-"""Runs decisions on planner threads and offers the resulting plans to the ranks."""
+"""Run decisions on planner threads and offer the resulting plans to the ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _MAX_STUCK = 4
 """Maximum number of timed-out decisions that still occupy a thread. Once it is reached, no further decisions are
 made."""
 _EVALUATION_REST = 20.0
-"""Interval between two evaluations of the gain, as a multiple of the time that one takes."""
+"""Interval between evaluations of the gain, as a multiple of the time that one takes."""
 _NICENESS = 5
 """Niceness of planner threads. They get a third of an engine thread's CPU share, which is enough to release Python's
 global interpreter lock promptly."""
@@ -185,7 +185,7 @@ class Decider:
     async def place_for_engine(self, request: DecideRequest) -> npt.NDArray[np.int64]:
         """Return a placement for an engine that moves the weights itself, int64 ``[L, P]``.
 
-        Raises ``WireError`` if the request contradicts itself, and ``ExhaustedError`` if the decision takes too long.
+        Raises ``WireError`` if the request is inconsistent, and ``ExhaustedError`` if the decision takes too long.
         """
         await self._warm.wait()
         name = f"engine of {request.deployment}"
@@ -304,7 +304,7 @@ class Decider:
         outlook
             Outlook of the decision; ``None`` if the decision was based on a prior.
         cost
-            CPU time of the decision, as the number of steps whose CPU budget pays for it.
+            CPU time of the decision, expressed as the number of steps whose CPU budget pays for it.
         """
         if not solved.layers:
             if outlook is not None:
@@ -338,7 +338,7 @@ class Decider:
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(self, deployment: Deployment, group: Group, snapshot: Snapshot) -> None:
-        """Estimate the time price after the plan has been sent, because the ranks are waiting for the plan."""
+        """Estimate the time price once the plan has been sent, so that the ranks receive the plan without delay."""
         await self._streams.sent(deployment.name)
         async with self._turns:
             try:
@@ -356,7 +356,7 @@ class Decider:
     def check(self, deployment: Deployment) -> None:
         """Start checking whether heat has changed since the plan in progress was decided.
 
-        If it has, the plan is called off on all ranks. The next decision is due once they have answered.
+        If heat has changed, the plan is called off on all ranks. The next decision is due once they have answered.
         """
         running = self._checking.get(deployment.name)
         if running is None or running.done():
@@ -381,7 +381,7 @@ class Decider:
             _log.info("plan_called_off", deployment=name, plan=plan.plan_id)
 
     def evaluate(self, deployment: Deployment) -> None:
-        """Start evaluating the gain over the newest steps, unless an evaluation is in progress or very recent."""
+        """Start evaluating the gain over the newest steps, unless an evaluation is in progress or ran very recently."""
         name = deployment.name
         running = self._evaluating.get(name)
         if running is not None and not running.done():
@@ -448,7 +448,7 @@ def _encode_plan(
 
 
 def _place_for_engine(request: DecideRequest, settings: PlannerSettings) -> npt.NDArray[np.int64]:
-    """Decide with the service's settings, but with the engine's split."""
+    """Place the experts with the service's settings, but with the engine's split."""
     settings = replace(settings, split=request.split, fitted_curve=False)
     if request.sum_only:
         settings = replace(settings, move_price=0.0)

@@ -39,7 +39,7 @@ class Computed(Generic[T]):
     seconds
         Wall time, in seconds.
     cost
-        CPU time of the computation, as the number of steps whose CPU budget pays for it.
+        CPU time of the computation, expressed as the number of steps whose CPU budget pays for it.
     """
 
     result: T
@@ -96,7 +96,7 @@ class Snapshot:
         settings
             Settings of the planner.
         prior
-            Prior whose heat replaces the deployment's own. The snapshot then has no step times and no schedule.
+            Prior whose heat replaces the deployment's own. A snapshot of a prior has no step times and no schedule.
         """
         group = deployment.group
         live = deployment.live

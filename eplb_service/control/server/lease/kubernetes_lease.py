@@ -1,6 +1,6 @@
 """A lease stored as a ``coordination.k8s.io/v1`` Lease object, accessed with lightkube (extra ``kubernetes``).
 
-The protocol is that of client-go's leader election. A candidate acquires or renews the lease by replacing the record
+It follows the protocol of client-go's leader election. A candidate acquires or renews the lease by replacing the record
 that it has read. The API server rejects the replacement if the record has changed since.
 """
 
@@ -46,11 +46,12 @@ T = TypeVar("T")
 def client_of_pod(account: Path = _ACCOUNT) -> Client:
     """Return a client that uses the service account of this process's pod; raises ``LeaseError`` outside a pod.
 
-    Kubernetes replaces the account's token while the pod runs. The client rereads it if the API server rejects it.
+    Kubernetes replaces the account's token while the pod runs. If the API server rejects the token, the client rereads
+    it.
     """
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         raise LeaseError(
-            "a Kubernetes lease needs a pod, but KUBERNETES_SERVICE_HOST is not set; use --lease file:PATH"
+            "a Kubernetes lease works only in a pod, but KUBERNETES_SERVICE_HOST is not set; use --lease file:PATH"
         )
     timeout: Any = _CALL_SECONDS
     try:
@@ -62,7 +63,7 @@ def client_of_pod(account: Path = _ACCOUNT) -> Client:
 
 
 class KubernetesLease:
-    """A ``Lease`` in a Kubernetes API server.
+    """A ``Lease`` that is stored in a Kubernetes API server.
 
     Parameters
     ----------
@@ -103,7 +104,7 @@ class KubernetesLease:
         self._labelled: bool | None = None
 
     def attempt(self) -> bool:
-        """See ``Lease.attempt``. It also fails if the pod cannot be labelled, because ranks could not reach it."""
+        """See ``Lease.attempt``. Also fails if the pod cannot be labelled, because ranks could then not reach it."""
         record = self._call(lambda: self._client.get(Record, self._name, namespace=self._namespace))
         if record is None:
             new = Record(metadata=ObjectMeta(name=self._name, namespace=self._namespace), spec=LeaseSpec())
@@ -138,7 +139,7 @@ class KubernetesLease:
                 # The API server rejects durations below one second.
                 self._write("", 1.0, self.highest_term())
         except LeaseError:
-            # Without a release, the lease expires after its duration.
+            # A lease that is not released expires after its duration.
             return
 
     def _label(self, leads: bool) -> None:

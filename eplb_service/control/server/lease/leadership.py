@@ -21,12 +21,12 @@ from eplb_service.control.server.lease.errors import LeaseError
 LEASE_SECONDS = 15.0
 """How long a lease stays valid without renewal. Other Kubernetes controllers use the same value."""
 _RENEWALS = 6
-"""Number of renewal attempts per lease duration. A few of them may fail without losing the lease."""
+"""Number of renewal attempts per lease duration. The lease is not lost if a few of them fail."""
 _LOSS_FRACTION = 2 / 3
 """Fraction of the lease duration after which a lease counts as lost if it could not be renewed. The holder thus stops
 before another service can acquire the lease."""
 _MAX_RETRY_SECONDS = 1.0
-"""Maximum interval between two attempts to acquire a lease. It is short, since the lease may become free at any
+"""Maximum interval between attempts to acquire a lease. It is short, because the lease may become free at any
 moment."""
 _MAX_RECORD = 64
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -64,7 +64,7 @@ class Lease(Protocol):
         """
 
     def give_back(self) -> None:
-        """Release the lease, so that another service can acquire it at once; never raises."""
+        """Release the lease, so that another service can acquire it immediately; never raises."""
 
 
 def checked_lease(text: str) -> str:
@@ -85,7 +85,7 @@ def checked_lease(text: str) -> str:
 
 
 def named_lease(text: str, seconds: float) -> Lease:
-    """Return the lease that ``text`` names; raises ``LeaseError`` if it cannot be used here.
+    """Return the lease that ``text`` names; raises ``LeaseError`` if this process cannot use it.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ class Leadership:
         held: bool | None = True
         while not (self._is_overdue() or held is False):
             await asyncio.sleep(self._seconds / _RENEWALS)
-            # If the process was suspended during the sleep, it must not keep leading during another attempt.
+            # A process that was suspended during the sleep must not keep leading while it makes another attempt.
             held = None if self._is_overdue() else await self._attempt()
         _log.error("lease_lost", lease=self.described)
         self.lost.set()

@@ -1,6 +1,6 @@
 """Heat for operators who watch a deployment, and the kind of reports that the ranks must send.
 
-Sending never waits for a watcher. A watcher that reads too slowly loses reports and is informed of their number.
+Sending never waits for a watcher. A watcher that reads too slowly loses reports and learns how many.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from eplb_service.control.server.listening import CallError
 from eplb_service.io.recorder import MAX_SOURCE_COUNTS
 
 MAX_WATCHERS = 32
-"""Maximum number of calls that watch heat."""
+"""Maximum number of heat-watching calls."""
 MAX_WATCHERS_PER_HOST = 8
-"""Maximum number of such calls per host, so that one host cannot use up all of them."""
+"""Maximum number of heat-watching calls per host, so that one host cannot use up all ``MAX_WATCHERS``."""
 MAX_WAITING_BYTES = 16 << 20
 """Maximum number of bytes of heat queued for one watcher. Further reports are dropped and counted."""
 
@@ -38,7 +38,7 @@ nearly as much as a long one."""
 
 
 class _Watcher:
-    """Queue of messages for one call from ``host`` that watches heat."""
+    """Message queue of one heat-watching call from ``host``."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -102,7 +102,7 @@ class HeatFeed:
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
         if len(hosts) >= MAX_WATCHERS or hosts.count(host) >= MAX_WATCHERS_PER_HOST:
             raise ExhaustedError(
-                f"at most {MAX_WATCHERS} calls may watch heat, {MAX_WATCHERS_PER_HOST} of them from one host; "
+                f"at most {MAX_WATCHERS} calls may watch heat, and at most {MAX_WATCHERS_PER_HOST} from one host; "
                 "close some of them"
             )
         watcher = _Watcher(host)

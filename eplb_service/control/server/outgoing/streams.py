@@ -72,7 +72,7 @@ class RankStream:
 
     It has these attributes:
 
-    - ``outbox``: messages to send; a plan is enqueued as a pair of its transmission and the rank.
+    - ``outbox``: messages to send; a plan is enqueued as a pair (its transmission, the rank).
     - ``heard_at``, ``heat_at``: times of the last message and of the last heat report.
     - ``ahead_since``: time at which the rank's heat began to wait for slower ranks; ``None`` if it is not waiting.
     """
@@ -169,7 +169,7 @@ class Streams:
         return self._asked.setdefault(deployment, reporting)
 
     def ask(self, deployment: str, reporting: Reporting) -> None:
-        """Request a kind of reporting from all connected ranks, unless it is already in effect."""
+        """Request reporting options from all connected ranks, unless they are already in effect."""
         if self.asked(deployment, reporting) == reporting:
             return
         self._asked[deployment] = reporting

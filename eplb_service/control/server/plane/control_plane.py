@@ -250,7 +250,7 @@ class ControlPlane:
         return await self._writer.run(self._writer.store.plans, name, count)
 
     def forget_departed(self, deployment: Deployment) -> None:
-        """Remove a deployment for an operator; raises ``ConflictError`` while ranks are connected."""
+        """Remove a deployment at an operator's request; raises ``ConflictError`` if ranks are connected."""
         if deployment.connected:
             ranks = rank_list(sorted(member.rank for member in deployment.connected))
             raise ConflictError(
@@ -328,7 +328,7 @@ class ControlPlane:
             self.decider.start(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
-        """Start making the first plan from the heat of the deployment's prior, once all ranks are connected."""
+        """Once all ranks are connected, start making the first plan from the heat of the deployment's prior."""
         if not deployment.may_begin or not self.decider.may_decide(deployment.name):
             return
         try:

@@ -139,7 +139,7 @@ class KnownDeployments:
     def make_room(self, hello: Hello) -> list[Deployment]:
         """Free the heat of deployments without connected ranks until a new group's heat fits; return those deployments.
 
-        Raises ``ExhaustedError`` if it would not fit even with all such heat freed.
+        Raises ``ExhaustedError`` if it would not fit even after freeing the heat of all these deployments.
         """
         needed = self._bytes_for(hello.shape)
         limit = self._settings.max_heat_bytes
@@ -156,7 +156,7 @@ class KnownDeployments:
                 resting.append(deployment)
         if used + needed > limit:
             raise ExhaustedError(
-                f"the heat of this shape needs {needed >> 20} MiB, but {used >> 20} MiB of the {limit >> 20} MiB that "
+                f"the group's heat needs {needed >> 20} MiB, but {used >> 20} MiB of the {limit >> 20} MiB that "
                 "max_heat_bytes allows are in use; raise max_heat_bytes or lower window_steps"
             )
         for deployment in resting:

@@ -1,4 +1,4 @@
-"""HTTP server for Prometheus metrics, the web page and its JSON data, based on aiohttp."""
+"""HTTP server, based on aiohttp, for Prometheus metrics, the web page and the page's JSON data."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _Connection:
         return self.transport.is_closing()
 
     def end(self) -> None:
-        """Close the connection in any state."""
+        """Close the connection, whatever its state."""
         if isinstance(self.transport, asyncio.Transport):
             self.transport.abort()
         elif self.handshake is not None:
@@ -267,8 +267,8 @@ class HttpServer:
         self._check_host_header(request.headers.get("Host", ""))
         if token and self._certificates is None and not _is_on_this_host(host):
             raise web.HTTPForbidden(
-                text="a token from another host is not accepted in plain text: serve the page with TLS (settings "
-                "page and tls_cert), or connect through a tunnel"
+                text="a token from another host is not accepted in plain text: serve the page with TLS (set page "
+                "and tls_cert), or connect through a tunnel"
             )
         response = await asyncio.wait_for(self._call(request, token, host), _RESPONSE_SECONDS)
         return _response(request, "application/json", await asyncio.to_thread(_json, response))
@@ -340,7 +340,9 @@ async def _show_page(_request: web.Request) -> web.FileResponse:
 
 
 async def _show_nothing(_request: web.Request) -> web.Response:
-    raise web.HTTPNotFound(text="metrics are at /metrics; the web page has another address (setting page)")
+    raise web.HTTPNotFound(
+        text="metrics are at /metrics; the web page has a separate address (see the `page` setting)"
+    )
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
@@ -363,7 +365,7 @@ def _check_local(request: web.Request) -> None:
     if not _is_on_this_host(_host_of(request)):
         raise web.HTTPForbidden(
             text="without credentials, the web page and its data are available only on the service's host: set "
-            "credentials or auth_token, or connect through a tunnel (ssh -L); /metrics is available"
+            "credentials or auth_token, or connect through a tunnel (ssh -L); /metrics needs no credentials"
         )
 
 
@@ -386,7 +388,7 @@ def _certificate_names(request: web.Request) -> list[str]:
 
 
 def figures_document(response: operator_pb2.GetStatusResponse) -> dict[str, Any]:
-    """Return the figures of a deployment as text, with their explanations, as a JSON-compatible dictionary."""
+    """Return a deployment's figures, as text with explanations, in a JSON-compatible dictionary."""
     groups = figures_of(response.status)
     documents = {group: [figure._asdict() for figure in figures] for group, figures in groups.items()}
     return {**documents, "explanations": explanations(response.status)}

@@ -30,7 +30,7 @@ NEUTRAL = {
 Any other unknown argument is an error.
 """
 SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
-"""The arguments among these that may have a value, because the reference operators always behave that way."""
+"""Arguments in ``NEUTRAL`` that may have a value, because the reference operators always behave as it requests."""
 
 
 class Unused(StandIn):

@@ -4,7 +4,8 @@ import { at, clock, count, svgElement, element, ratio, rebuild, tip } from "./do
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const LINES = [["par", "par", ""], ["par_left_alone", "alone", ""], ["par_planned", "planned", "dashed"], ["noise_floor", "floor", "dotted"]];
 const NAMES = { par: "realised", par_left_alone: "initial layout", par_planned: "planned", noise_floor: "noise floor" };
-// A line is interrupted if two points are further apart than this time and this multiple of the mean distance.
+// A line is interrupted between two points that are further apart than this time and than this multiple of the mean
+// distance.
 const GAP_SECONDS = 10;
 const GAP_TIMES = 4;
 

@@ -138,7 +138,7 @@ function troubleOf(agent) {
 function memoryOf(agents) {
   const maximum = (field) => Math.max(-1, ...agents.filter((agent) => agent.connected).map((agent) => agent[field] ?? -1));
   const uses = [[maximum("staging_bytes"), "for staging"], [maximum("ring_bytes"), "for heat"]].filter(([size]) => size >= 0);
-  return uses.length ? `; per rank at most ${uses.map(([size, use]) => `${bytes(size)} ${use}`).join(", ")}` : "";
+  return uses.length ? `; at most ${uses.map(([size, use]) => `${bytes(size)} ${use}`).join(" and ")} per rank` : "";
 }
 
 export function showAgents({ status, agents }) {

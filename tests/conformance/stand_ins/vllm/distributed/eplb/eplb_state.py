@@ -18,7 +18,7 @@ class EplbState:
                     expert_weights=[[tensor[layer] for tensor in weights] for layer in (0, 1)]
                 ),
                 physical_to_logical_map=torch.from_numpy(engine.placement_LP),
-                # The toy's table is another one than vLLM's two.
+                # The toy engine has one table, in a different format from vLLM's two.
                 logical_to_physical_map=torch.from_numpy(engine.table_LP),
                 logical_replica_count=torch.zeros(2, 1),
             )
