@@ -66,9 +66,9 @@ class Target:
         """Resident memory of the process in bytes."""
         assert self.service._process is not None
         status = Path(f"/proc/{self.service._process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", status)
-        assert found is not None
-        return int(found[1]) * 1024
+        match = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert match is not None
+        return int(match[1]) * 1024
 
     @property
     def log_lines(self) -> int:

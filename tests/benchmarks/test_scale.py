@@ -73,25 +73,27 @@ def test_the_service_accepts_the_reports_of_simulated_ranks() -> None:
     expected_LS = expected_tokens(scale, scale.placement(), 2)
     reports = [drawn_report(scale, 2, 4, expected_LS, variant) for variant in range(4)]
     for report in reports:
-        taken = decode_heat_report(encode(report), scale.shape, most_steps=4)
-        assert (taken.slot_counts_TLS is None, taken.source_sums_LE is None) == (False, False)
+        decoded = decode_heat_report(encode(report), scale.shape, most_steps=4)
+        assert (decoded.slot_counts_TLS is None, decoded.source_sums_LE is None) == (False, False)
     totals = [report.slot_counts_TLS.sum() for report in reports if report.slot_counts_TLS is not None]
     assert sum(totals) / len(totals) == pytest.approx(4 * 3 * 64 * 8, rel=0.5)
 
 
-def measured(**found: Any) -> Measured:
-    """Return the figures of a half-hour run that met every target, overridden by the figures in ``found``."""
+def measured(**changes: Any) -> Measured:
+    """Return the figures of a half-hour run that met every target, overridden by the figures in ``changes``."""
     good: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(Measured)}
     good |= {"ranks": 256, "seconds": 1800.0, "steps_per_second": 20.0, "wanted_per_second": 20.0}
     good |= {"cpu_percent": 8.0, "deciding_cpu_seconds": (1.0, 1.0), "plan_ms": (1.0, 1.0, 9.0)}
     good |= {"lost_steps": 0, "dropped_steps": 0, "reports_per_second": 320.0, "resident_mb": (200, 300, 301)}
     good |= dict.fromkeys(("joining", "holding", "deciding"), Holds(cpu=0.009))
-    return Measured(**good | found)
+    return Measured(**good | changes)
 
 
-def verdicts_of(found: Measured) -> dict[str, bool]:
+def verdicts_of(figures: Measured) -> dict[str, bool]:
     """Return whether each target was met, keyed by the first part of the target's name."""
-    return {" ".join(one.what.partition(": ")[2].split()[:3]): one.met for one in verdicts([found])}
+    return {
+        " ".join(verdict.what.partition(": ")[2].split()[:3]): verdict.met for verdict in verdicts([figures])
+    }
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,8 @@ def test_figures_beyond_their_limits_miss_their_targets(found: dict[str, Any], m
 def test_a_run_that_misses_a_target_exits_with_1(
     last_mb: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = measured(ranks=64, seconds=300.0, resident_mb=(200.0, 300.0, last_mb))
-    monkeypatch.setattr(scale_run, "measure", lambda *_, **__: found)
+    figures = measured(ranks=64, seconds=300.0, resident_mb=(200.0, 300.0, last_mb))
+    monkeypatch.setattr(scale_run, "measure", lambda *_, **__: figures)
     monkeypatch.setattr("sys.argv", ["scale", "--ranks", "64"])
     assert scale_run.main() == status
     printed = capsys.readouterr().out
@@ -142,26 +144,26 @@ def test_a_run_that_misses_a_target_exits_with_1(
 @pytest.mark.slow
 def test_the_service_keeps_up_with_a_small_deployment_without_loss() -> None:
     load = Load(Scale(ranks=8, layers=4, experts=16), 20, report_steps=4, switch_steps=4, interval=32)
-    found = measure(load, seconds=4, processes=2, plan=True)
-    assert found.lost_steps == found.dropped_steps == 0
-    assert found.reports_per_second > 0
-    assert found.cpu_ms_per_step > 0
-    assert found.plan_ms is not None
-    assert 0 <= found.plan_ms[0] <= found.plan_ms[1] <= found.plan_ms[2]
-    assert found.switched > 0 == found.switched % load.scale.ranks
+    figures = measure(load, seconds=4, processes=2, plan=True)
+    assert figures.lost_steps == figures.dropped_steps == 0
+    assert figures.reports_per_second > 0
+    assert figures.cpu_ms_per_step > 0
+    assert figures.plan_ms is not None
+    assert 0 <= figures.plan_ms[0] <= figures.plan_ms[1] <= figures.plan_ms[2]
+    assert figures.switched > 0 == figures.switched % load.scale.ranks
 
 
 def test_a_child_process_notices_that_the_measuring_process_has_exited() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    ours.send("tally")
-    ours.close()
-    assert [asked_by(theirs), asked_by(theirs)] == ["tally", None]
+    parent_end, child_end = multiprocessing.Pipe()
+    parent_end.send("tally")
+    parent_end.close()
+    assert [asked_by(child_end), asked_by(child_end)] == ["tally", None]
 
 
 @pytest.mark.slow
 def test_the_switch_benchmark_measures_every_ratio(tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    subprocess.run([sys.executable, "-m", "benchmarks.switch.run", *SMALL, "--json", found], check=False)
-    ratios = json.loads(found.read_text())["ratios"]
+    path = tmp_path / "found.json"
+    subprocess.run([sys.executable, "-m", "benchmarks.switch.run", *SMALL, "--json", path], check=False)
+    ratios = json.loads(path.read_text())["ratios"]
     assert len(ratios) == 7
     assert all(ratio["ratio"] > 0 for ratio in ratios)

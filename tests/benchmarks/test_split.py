@@ -43,9 +43,9 @@ def test_every_table_is_scored_on_the_following_windows() -> None:
     scenario = Scenario("small", heat_TLE, 4, 2, 4)
     sources_TRLE = drawn_sources(scenario)
     np.testing.assert_array_equal(sources_TRLE.sum(axis=1), heat_TLE)
-    found = by_source(sources_TRLE, slots=2, window=4, windows=2, width=2)
-    assert list(found) == list(TABLES)
-    assert all(len(ratios) == 2 and min(ratios) >= 1.0 for ratios in found.values())
+    ratios_by_table = by_source(sources_TRLE, slots=2, window=4, windows=2, width=2)
+    assert list(ratios_by_table) == list(TABLES)
+    assert all(len(ratios) == 2 and min(ratios) >= 1.0 for ratios in ratios_by_table.values())
 
 
 def test_every_recorded_choice_belongs_to_the_rank_of_its_request(tmp_path: Path) -> None:
@@ -79,19 +79,21 @@ def test_ratios_of_drawn_steps_meet_or_miss_their_targets(even: float, stepwise:
 
 def test_the_cpu_time_of_decisions_is_compared_over_all_windows() -> None:
     heat_TLE = np.random.default_rng(0).multinomial(64, np.full(6, 1 / 6), (12, 1))
-    found = decision_cpu(Scenario("small", heat_TLE, 4, 2, 4), window=4, windows=2)
-    assert all(len(milliseconds) == 2 and min(milliseconds) > 0 for milliseconds in found.values())
+    milliseconds_by_split = decision_cpu(Scenario("small", heat_TLE, 4, 2, 4), window=4, windows=2)
+    assert all(
+        len(milliseconds) == 2 and min(milliseconds) > 0 for milliseconds in milliseconds_by_split.values()
+    )
     within = of_decisions("heat", {"tables": [1.0, 3.0], "step": [4.0, 6.0]})
     assert (within.met, within.found) == (True, "2.50 (2.00 to 4.00)")
     assert not of_decisions("heat", {"tables": [1.0, 3.0], "step": [4.0, 9.0]}).met
 
 
 def test_a_single_step_more_than_one_token_above_the_optimum_misses_the_target() -> None:
-    found = [
+    rows = [
         Exactness(4, 2, 256, "drawn", [0.5, 1.0]),
         Exactness(4, 2, 1024, "drawn", [0.0, 1.5]),
         Exactness(8, 2, 256, "drawn", [0.0, 1.0]),
     ]
-    four, eight = of_exactness(found)
+    four, eight = of_exactness(rows)
     assert (four.met, eight.met) == (False, True)
     assert four.found == "0.75, at most 1.5; 75.0% of steps within one token"

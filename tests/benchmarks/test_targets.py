@@ -23,7 +23,7 @@ def cell(policy: str, seed: int, in_sample: float, next_window: float, kind: str
 
 def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
     """Return rows for a policy with these results and for a full re-solve that realises PAR 1.5 with 1,000 moves."""
-    found = []
+    rows = []
     for policy, par, moved in ((label, realised, moves), (FULL.label, 1.5, 1000)):
         row = {
             "scenario": "drift",
@@ -31,8 +31,8 @@ def loop(label: str, realised: float, moves: int) -> list[dict[str, Any]]:
             "realised": [9.0, par, par],
             "moves": [1000, moved, moved],
         }
-        found.append(row | {"changed_layers": [2, 1, 1], "cpu_seconds": [1.0, 0.1, 0.1], "slots": 1000})
-    return found
+        rows.append(row | {"changed_layers": [2, 1, 1], "cpu_seconds": [1.0, 0.1, 0.1], "slots": 1000})
+    return rows
 
 
 def bursty(gain: float) -> list[dict[str, Any]]:

@@ -50,11 +50,11 @@ def _event(token: int, place: int) -> bytes:
 class _OpenAI(BaseHTTPRequestHandler):
     """A server that echoes the prompt's bytes, or behaves as the prompt requests."""
 
-    asked: list[dict[str, object]]
+    bodies: list[dict[str, object]]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
+        self.bodies.append(body)
         self.send_response(500 if body["prompt"] == "refuse" else 200)
         self.end_headers()
         if body["prompt"] == "refuse":
@@ -72,22 +72,22 @@ class _OpenAI(BaseHTTPRequestHandler):
 
 @contextmanager
 def _server() -> Iterator[tuple[int, list[dict[str, object]]]]:
-    asked: list[dict[str, object]] = []
-    handler = type("Handler", (_OpenAI,), {"asked": asked})
+    bodies: list[dict[str, object]] = []
+    handler = type("Handler", (_OpenAI,), {"bodies": bodies})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server.server_address[1], asked
+        yield server.server_address[1], bodies
         server.shutdown()
 
 
 def test_a_stream_is_read_token_by_token_with_arrival_times() -> None:
-    with _server() as (port, asked):
+    with _server() as (port, bodies):
         answer = send(port, REQUEST)
     assert (bytes(answer.token_ids), answer.error) == (b"SELE", None)
-    assert [min(found.values()) for found in answer.candidates] == [-2.0, -2.0, -2.5, -3.5]
+    assert [min(logprobs.values()) for logprobs in answer.candidates] == [-2.0, -2.0, -2.5, -3.5]
     assert len(answer.times) == 4
     assert answer.times == sorted(answer.times)
-    assert (asked[0]["seed"], asked[0]["stream"]) == (3, True)
+    assert (bodies[0]["seed"], bodies[0]["stream"]) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,9 @@ def test_answers_are_in_the_order_of_the_requests() -> None:
     requests = [Request(number, "data", f"{number:04}", 4) for number in range(20)]
     with _server() as (port, _):
         answers = send_all(port, requests, 5)
-    assert [bytes(one.token_ids).decode() for one in answers] == [one.prompt for one in requests]
+    assert [bytes(answer.token_ids).decode() for answer in answers] == [
+        request.prompt for request in requests
+    ]
 
 
 def test_the_load_drifts_and_depends_only_on_its_seed() -> None:
@@ -130,24 +132,26 @@ def test_a_token_decided_by_rounding_does_not_count_as_a_wrong_answer() -> None:
         (answer_of("same"), answer_of("same", 0.1)),
         (answer_of("same"), answer_of("same", error="lost")),
     ]
-    found = compare(*zip(*pairs, strict=True))
-    assert found.pop("worst_difference") == pytest.approx(0.1)
-    assert found == {"requests": 4, "identical": 1, "split_draws": 1, "different": 2}
+    comparison = compare(*zip(*pairs, strict=True))
+    assert comparison.pop("worst_difference") == pytest.approx(0.1)
+    assert comparison == {"requests": 4, "identical": 1, "split_draws": 1, "different": 2}
 
 
 def test_differences_after_the_first_different_token_are_ignored() -> None:
-    one = answer_of("abcd")
-    other = answer_of("abXd")
-    other.candidates[2]["a"] += 0.25
-    other.candidates[3]["a"] += 9.0
-    assert compare([one], [other])["worst_difference"] == pytest.approx(0.25)
-    other.candidates[1] = {"else": -1.0}
-    assert compare([one], [other])["worst_difference"] == float("inf")
+    first = answer_of("abcd")
+    second = answer_of("abXd")
+    second.candidates[2]["a"] += 0.25
+    second.candidates[3]["a"] += 9.0
+    assert compare([first], [second])["worst_difference"] == pytest.approx(0.25)
+    second.candidates[1] = {"else": -1.0}
+    assert compare([first], [second])["worst_difference"] == float("inf")
 
 
 def test_latency_excludes_failed_answers() -> None:
-    found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
-    assert [found[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx([100.0] * 3)
+    milliseconds = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
+    assert [milliseconds[name] for name in ("first_p50", "token_p50", "token_p99")] == pytest.approx(
+        [100.0] * 3
+    )
     assert np.isnan(latency([])["first_p50"])
 
 
@@ -163,13 +167,13 @@ def _served(**of_balanced: object) -> list[Round]:
 
 def test_a_successful_run_has_no_complaint() -> None:
     rounds = _served()
-    found = figures(rounds, SWITCHED, PAR)
-    assert complaint(found) is None
-    assert (found["identical"], found["tokens"][BALANCED], found["layers_switched"]) == (4, 16, 7)
-    assert [(one["ratio"], one["low"], one["high"]) for one in found["latency_ratios"]] == [(1.0,) * 3] * 2
-    assert json.loads(json.dumps(found)) == found
+    score = figures(rounds, SWITCHED, PAR)
+    assert complaint(score) is None
+    assert (score["identical"], score["tokens"][BALANCED], score["layers_switched"]) == (4, 16, 7)
+    assert [(row["ratio"], row["low"], row["high"]) for row in score["latency_ratios"]] == [(1.0,) * 3] * 2
+    assert json.loads(json.dumps(score)) == score
     console = Console(width=140, record=True)
-    console.print(summary(found))
+    console.print(summary(score))
     text = console.export_text()
     assert "data: 2/2 identical" in rounds[0].line()
     assert "4 of 4 requests, 16 tokens" in text
@@ -198,9 +202,9 @@ def test_confidence_intervals_come_from_a_bootstrap_over_rounds() -> None:
     rounds = [_served()[0] for _ in range(3)]
     for slow, part in zip((1.0, 10.0, 1.0), rounds, strict=True):
         for kind, seconds in ((ALONE, slow), (BALANCED, 2 * slow)):
-            for one in part.answers[kind]:
-                one.times = [seconds, 3 * seconds]
-    assert [(one["low"], one["ratio"], one["high"]) for one in ratios(rounds)] == [
+            for answer in part.answers[kind]:
+                answer.times = [seconds, 3 * seconds]
+    assert [(row["low"], row["ratio"], row["high"]) for row in ratios(rounds)] == [
         pytest.approx((2.0,) * 3)
     ] * 2
     rounds[2].answers[BALANCED][1].times = [1.0, 7.0]
@@ -211,8 +215,8 @@ def test_confidence_intervals_come_from_a_bootstrap_over_rounds() -> None:
 def test_par_before_and_after_the_first_switch_counts_each_window_once() -> None:
     watched = Watched(None)  # type: ignore[arg-type]  # the service is not called
     assert np.isnan(watched.par()["before"])
-    heard = (0, 0.0, 0), (8, 1.5, 0), (16, 1.4, 0), (24, 1.3, 1), (24, 1.3, 1), (32, 1.1, 2)
-    for steps, par, switched in heard:
+    statuses = (0, 0.0, 0), (8, 1.5, 0), (16, 1.4, 0), (24, 1.3, 1), (24, 1.3, 1), (32, 1.1, 2)
+    for steps, par, switched in statuses:
         watched.take(DeploymentStatus(steps_received=steps, par=par, layers_switched=switched))
     assert watched.par() == {"before": 1.4, "after": pytest.approx(1.2), "steps": 32}
     assert "PAR 1.100" in watched.line
@@ -251,6 +255,6 @@ def test_moves_and_par_before_and_after_the_first_move_are_read_from_the_measure
 
 
 def test_policy_mode_omits_the_bytes_moved_because_vllm_does_not_count_them():
-    found = {"layers_switched": 4, "experts_moved": 51}
-    assert _moves(found | {"bytes_moved": None})["moved"] == "51 experts"
-    assert _moves(found | {"bytes_moved": 2_500_000})["moved"] == "51 experts, 2.5 MB"
+    counts = {"layers_switched": 4, "experts_moved": 51}
+    assert _moves(counts | {"bytes_moved": None})["moved"] == "51 experts"
+    assert _moves(counts | {"bytes_moved": 2_500_000})["moved"] == "51 experts, 2.5 MB"

@@ -41,7 +41,7 @@ def examine_with(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"),
+    ("fault", "expected"),
     [
         (dict, [("expert round trip", OK), ("captured graph", SKIPPED)]),
         (corrupt_a_byte, [("experts arrive", FAILED)]),
@@ -49,10 +49,10 @@ def examine_with(fault):
     ],
     ids=["healthy", "a corrupt byte", "a graph that reads stale memory"],
 )
-def test_experts_survive_the_round_trip_or_the_fault_is_reported(fault, found):
+def test_experts_survive_the_round_trip_or_the_fault_is_reported(fault, expected):
     met = [("rendezvous", OK)]
     for findings in run_ranks(2, examine_with, fault):
-        assert [(finding.name, finding.verdict) for finding in findings] == met + found
+        assert [(finding.name, finding.verdict) for finding in findings] == met + expected
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def installed(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("EPLB_AGENT", "VLLM_PLUGINS"))]:
         monkeypatch.delenv(name)
     engine = types.ModuleType("toy_engine")
-    engine.__version__, engine.__spec__ = "1.2.3", types.SimpleNamespace(name="toy_engine")
+    engine.__version__ = "1.2.3"
+    engine.__spec__ = types.SimpleNamespace(name="toy_engine")
     adapter = types.ModuleType("worker_agent.adapters.toy_engine.hooks")
     adapter.check_release = lambda allowed: compat.require(
         "Toy", engine.__version__, {"1.2": {}}, {}, allow_unverified=allowed
@@ -201,7 +202,9 @@ def test_the_exit_code_is_1_if_a_check_failed(found, code, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         doctor.main(["--json"])
     assert end.value.code == code
-    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == [one.name for one in found]
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == [
+        finding.name for finding in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,7 @@ def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, 
 
 
 @pytest.mark.parametrize(
-    ("count", "found", "started"),
+    ("count", "expected", "started"),
     [
         (2, ("rendezvous", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
         (1, ("devices", OK, "fewer cuda devices (1)"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
@@ -265,12 +268,12 @@ def test_the_wait_for_ranks_shows_progress_and_ends_soon_after_a_failure(codes, 
     ],
     ids=["one device per rank", "one shared device", "no device"],
 )
-def test_ranks_use_the_available_devices(count, found, started, monkeypatch):
+def test_ranks_use_the_available_devices(count, expected, started, monkeypatch):
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(doctor.subprocess, "Popen", FakeProcess)
     monkeypatch.delenv("EPLB_AGENT_TRANSFER_BACKEND", raising=False)
     first, *_ = doctor._round_trip(2, "cuda", count, 4096)
-    assert (first.name, first.verdict) == found[:2]
-    assert first.text.startswith(found[2])
+    assert (first.name, first.verdict) == expected[:2]
+    assert first.text.startswith(expected[2])
     ranks = [(command[-2], env.get("EPLB_AGENT_TRANSFER_BACKEND")) for command, env in FakeProcess.started]
     assert ranks == started

@@ -2,7 +2,7 @@
 
 All ranks receive the same tokens, route them with their tables, compute the experts in their slots, and sum the
 outputs. The graph reads and writes heat, tables and weights by address. Only a pass's inputs come from outside the
-graph. With ``lists``, the host has a tensor and a scale per expert, from which it derives the tensors that the pass
+graph. With ``lists``, the host has a tensor and a scale per expert, and derives from them the tensors that the pass
 reads.
 """
 
@@ -68,9 +68,11 @@ class CapturedLayer:
     ) -> None:
         device = counter.device
         self.rank = rank
-        here = placement.phy2log_LRS[layer, rank].tolist()
-        lists = [[weight[expert].to(device).clone() for expert in here] for weight in experts]
-        self._weights: list[ExpertWeights] = [one if in_lists else torch.stack(one) for one in lists]
+        local_experts = placement.phy2log_LRS[layer, rank].tolist()
+        lists = [[weight[expert].to(device).clone() for expert in local_experts] for weight in experts]
+        self._weights: list[ExpertWeights] = [
+            tensors if in_lists else torch.stack(tensors) for tensors in lists
+        ]
         self.refresh()
         self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
         self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
@@ -134,7 +136,8 @@ class CapturedHost:
     """
 
     def __init__(self, device: torch.device, experts: str) -> None:
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        ranks = dist.get_world_size()
         draws = torch.Generator().manual_seed(0)
         self.experts_L = []
         for _ in range(LAYERS):
@@ -296,15 +299,16 @@ def serve(
             worst = max(worst, float((output() - host.expected(hidden_LTH, chosen_LTK)).abs().max()))
         if over:
             break
-    found = {
+    facts = {
         "worst": worst,
         "switched": agent.stats.layers_switched,
         "committed": committed,
-        "same_addresses": addresses == [one.data_ptr() for layer in host.layers for one in _tensors(layer)],
+        "same_addresses": addresses
+        == [tensor.data_ptr() for layer in host.layers for tensor in _tensors(layer)],
         "halted": agent.halted,
     }
     agent.close()
-    return found
+    return facts
 
 
 def _tensors(layer: CapturedLayer) -> list[torch.Tensor]:

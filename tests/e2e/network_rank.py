@@ -32,7 +32,8 @@ def layers_of_rank() -> list[ExpertParallelMoE]:
     shapes = [MoEShape(layer, live.EXPERTS, live.HIDDEN, live.INTERMEDIATE) for layer in range(2)]
     phy2log_RS = Placement.linear(1, live.EXPERTS, RANKS, SLOTS).phy2log_LRS[0]
     return [
-        ExpertParallelMoE(one, phy2log_RS, seeded_experts(one), ep_group=dist.group.WORLD) for one in shapes
+        ExpertParallelMoE(shape, phy2log_RS, seeded_experts(shape), ep_group=dist.group.WORLD)
+        for shape in shapes
     ]
 
 

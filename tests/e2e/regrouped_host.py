@@ -35,7 +35,8 @@ def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
                     layer.regroup(group, phy2log_RS, seeded_experts(layer.shape))
             else:
                 layers = [
-                    ExpertParallelMoE(one, phy2log_RS, seeded_experts(one), ep_group=group) for one in shapes
+                    ExpertParallelMoE(shape, phy2log_RS, seeded_experts(shape), ep_group=group)
+                    for shape in shapes
                 ]
             facts.append(balanced(layers, group, service))
         dist.barrier()
@@ -45,7 +46,7 @@ def serve(service: str, sizes: tuple[int, ...]) -> list[dict[str, object]]:
 def balanced(
     layers: list[ExpertParallelMoE], group: dist.ProcessGroup, service: str, **settings: object
 ) -> dict[str, object]:
-    """Run steps until a layer has switched, and compare each step's outputs with those of the dense layer."""
+    """Run steps until a layer has switched, and compare each step's outputs with the dense layer's."""
     agent = Agent.start(layers, group, live.settings(service=service, deployment="regrouped", **settings))
     dense = [DenseMoE(layer.shape, seeded_experts(layer.shape)) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank(group))

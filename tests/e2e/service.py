@@ -58,7 +58,7 @@ class Service:
     def start(self) -> None:
         """Start the service and wait until it can make decisions. The solver may have to be compiled first."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
-        # Linux divides a busy machine's CPU time between sessions. In a session of its own, the service gets a full
+        # Linux divides a busy machine's CPU time between sessions. In its own session, the service gets a full
         # share instead of sharing one with all test processes.
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -110,8 +110,8 @@ class Service:
         with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in wanted))
+        pairs = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(pair in line for pair in pairs))
 
     def status(self, deployment: str = "default") -> operator_pb2.GetStatusResponse:
         """Return the status that an operator sees. Raises ``grpc.RpcError``."""
@@ -135,7 +135,7 @@ class Service:
     def wait_until(
         self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 180.0
     ) -> operator_pb2.GetStatusResponse:
-        """Return the first status for which ``true_of`` is true. Fail with the last status after ``seconds``."""
+        """Return the first status that satisfies ``true_of``. Fail with the last status after ``seconds``."""
         deadline = time.monotonic() + seconds
         seen: object = "no status"
         while time.monotonic() < deadline:

@@ -150,8 +150,8 @@ def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -
         assert figures["par_balanced"] == figures["par_static"] == 1.0
         return
     assert figures["layers_switched"] >= 1
-    most = MOST_PAR_BY_STEP if row["--split"] == "step" else figures["par_static"] - 0.1
-    assert figures["par_balanced"] < most
+    par_limit = MOST_PAR_BY_STEP if row["--split"] == "step" else figures["par_static"] - 0.1
+    assert figures["par_balanced"] < par_limit
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,6 @@ def test_every_pair_of_options_serves_the_same_bytes(row: Row, tmp_path: Path) -
 )
 def test_a_user_error_prints_one_line_and_exits_with_code_2(arguments, complaint, capsys) -> None:
     assert main.run(["demo", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert len(said.strip().splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert complaint in stderr
+    assert len(stderr.strip().splitlines()) == 1

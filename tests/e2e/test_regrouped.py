@@ -18,9 +18,9 @@ async def test_layers_are_balanced_without_changing_outputs_when_the_group_shrin
         facts = await asyncio.to_thread(run_ranks, 3, regrouped_host.serve, service.address, SIZES)
         deployment = service.plane.deployments["regrouped"]
         assert deployment.group.shape.ranks == SIZES[-1]
-    for rank, found in enumerate(facts):
-        assert [fact["ranks"] for fact in found] == [size for size in SIZES if rank < size]
-        for fact in found:
+    for rank, facts_of_rank in enumerate(facts):
+        assert [fact["ranks"] for fact in facts_of_rank] == [size for size in SIZES if rank < size]
+        for fact in facts_of_rank:
             assert fact["halted"] is None
             assert fact["switched"] >= 1
             assert fact["worst"] < 1e-4

@@ -81,8 +81,8 @@ def test_a_layer_switches_between_two_networks(namespaces: list[str], tmp_path: 
         assert all(outputs), log.read()[-3000:]
     for output in outputs:
         facts = json.loads(output.splitlines()[-1])
-        for host, (said, seconds) in facts["errors"].items():
-            assert re.match(WRONG[host], said, re.IGNORECASE), said
+        for host, (message, seconds) in facts["errors"].items():
+            assert re.match(WRONG[host], message, re.IGNORECASE), message
             assert seconds < 60, host
         assert facts["halted"] is None
         assert facts["switched"] >= 1

@@ -221,7 +221,7 @@ def main(rank, port, source, options):
         if updator.cur_iterations == 0:
             agreed += updator.shared_dict.get("eplb_agent_table") is not None
     par_of_cycles = np.reshape(pars, (options["cycles"], CYCLE)).mean(axis=1)
-    found = {
+    results = {
         "rank": rank,
         "agreed": agreed,
         "wrong": wrong,
@@ -230,7 +230,7 @@ def main(rank, port, source, options):
         "maps": updator.shared_dict["expert_maps"].tolist(),
     }
     updator.shutdown()
-    print("FOUND " + json.dumps(found), flush=True)
+    print("FOUND " + json.dumps(results), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

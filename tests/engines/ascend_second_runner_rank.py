@@ -127,9 +127,9 @@ class Server:
             self.wrong += int((held_TK != ids_TK).sum())
             count_P = torch.bincount(slot_TK.flatten(), minlength=RANKS * SLOTS)
             dist.all_reduce(count_P)
-            own = slice(self.rank * SLOTS, (self.rank + 1) * SLOTS)
+            own_slots = slice(self.rank * SLOTS, (self.rank + 1) * SLOTS)
             self.model_state.expert_load_window[row, layer] = 0
-            self.model_state.expert_load_window[row, layer, own] = count_P[own].int()
+            self.model_state.expert_load_window[row, layer, own_slots] = count_P[own_slots].int()
             loads_R = count_P.reshape(RANKS, SLOTS).sum(1).double()
             pars.append(float(loads_R.max() / loads_R.mean()))
         return float(np.mean(pars))
@@ -180,20 +180,21 @@ def main(rank, port, source, options):
     dist.barrier()
     state, model_state = make_state(engine[1], engine[2], policy)
     server = Server(model_state, rank)
-    pars, changed = [], []
+    pars = []
+    changed = []
     for _ in range(options["cycles"]):
         pars.append(round(float(np.mean([server.step(row) for row in range(WINDOW)])), 3))
         changed.append(rebalance(state, model_state, server, engine))
     tables = [layer.eplb_state.expert_replica_routing_table for layer in model_state.model.moe_layers]
     rows_LP = [torch.bincount(table.flatten(), minlength=RANKS * SLOTS).tolist() for table in tables]
-    found = {
+    results = {
         "pars": pars,
         "changed": changed,
         "wrong": server.wrong,
         "placement": model_state.physical_to_logical_map.tolist(),
         "rows": rows_LP,
     }
-    print("FOUND " + json.dumps(found), flush=True)
+    print("FOUND " + json.dumps(results), flush=True)
     dist.barrier()
     os._exit(0)
 

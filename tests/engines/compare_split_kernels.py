@@ -25,8 +25,8 @@ def placements(draw):
 
 
 def placed(draw, ranks, slots, experts):
-    others = draw.integers(0, experts, ranks * slots - experts)
-    flat_P = draw.permutation(np.concatenate([np.arange(experts), others]))
+    replicas = draw.integers(0, experts, ranks * slots - experts)
+    flat_P = draw.permutation(np.concatenate([np.arange(experts), replicas]))
     return flat_P.reshape(ranks, slots), experts
 
 
@@ -45,15 +45,16 @@ def interpret():
         step_split.KERNEL_DEVICES[:] = ["cuda"]
         assert kernels.uses_kernels
         assert not operators.uses_kernels
-        rows, choices = draw.integers(1, 300), draw.integers(1, 9)
+        rows = draw.integers(1, 300)
+        choices = draw.integers(1, 9)
         ids_TK = torch.from_numpy(draw.zipf(1.3, (rows, choices)) % (experts + 1) - 1)
         ids_TK = ids_TK.to(torch.int32 if trial % 2 else torch.int64)
         real_rows = None if trial % 3 == 0 else torch.tensor(draw.integers(0, rows + 1), dtype=torch.int32)
         for split in (operators, kernels):
             split.install(np.roll(placed_RS, trial, axis=0))
-        expected, found = (split.physical(ids_TK, real_rows) for split in (operators, kernels))
-        assert torch.equal(expected[0], found[0]), trial
-        assert torch.equal(expected[1], found[1]), trial
+        expected, actual = (split.physical(ids_TK, real_rows) for split in (operators, kernels))
+        assert torch.equal(expected[0], actual[0]), trial
+        assert torch.equal(expected[1], actual[1]), trial
         compared += ids_TK.numel()
     print(f"{compared} choices are equal")
 
@@ -66,7 +67,9 @@ def compile_all():
 
     from worker_agent import step_split_kernel as module
 
-    i32, i64, f64 = "*i32", "*i64", "*fp64"
+    i32 = "*i32"
+    i64 = "*i64"
+    f64 = "*fp64"
     block = {"HAS_REAL_ROWS": True, "BLOCK": 128}
     sizes = {"M": 64, "X": 96, "Y": 64, "E_PAD": 256, "M_PAD": 64, "R_PAD": 32, "X_PAD": 128, "Y_PAD": 64}
     sizes |= {"P_PAD": 512, "CHUNK": 64, "WAYS": 16}

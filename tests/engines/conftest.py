@@ -24,7 +24,7 @@ SHIM = """
 eplb_cpu_host = vllm_on_cpu:register
 """
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
-"""Environment for engines that serve few tokens, for which compiling many small functions takes longer than serving."""
+"""Environment for engines that serve few tokens. For them, compiling many small functions takes longer than serving."""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment for an engine with the second model runner. It is slow on CPU, so its tests must run few steps."""
 WHENEVER_IT_MAY = "--par-threshold 1.0 --min-gain 0.0 --cpu-share 100"
@@ -84,7 +84,7 @@ def service(tmp_path, request):
         yield running
 
 
-def engine_environment(site, **more):
+def engine_environment(site, **overrides):
     """Return the environment variables of an engine process on CPU, with ``site`` on its path."""
     settings = {
         "PYTHONPATH": str(site),
@@ -98,7 +98,7 @@ def engine_environment(site, **more):
         # These tests need many switches in few steps, so plans should not wait long for their first vote.
         "EPLB_AGENT_VOTE_INTERVAL": "1",
     }
-    return {**os.environ, **settings, **more}
+    return {**os.environ, **settings, **overrides}
 
 
 class EngineRun:
@@ -127,7 +127,7 @@ class EngineRun:
 
     def workers(self):
         """Return the process ids of the engine's workers: the deepest descendants whose names mark them as workers."""
-        found = []
+        worker_pids = []
         parents = [self._process.pid]
         while parents:
             listed = subprocess.run(
@@ -138,8 +138,8 @@ class EngineRun:
             ).stdout
             lines = [line.split(maxsplit=1) for line in listed.splitlines()]
             parents = [int(pid) for pid, _ in lines]
-            found += [int(pid) for pid, name in lines if name.startswith("VLLM::Worker")]
-        return found
+            worker_pids += [int(pid) for pid, name in lines if name.startswith("VLLM::Worker")]
+        return worker_pids
 
     def answers(self, seconds=900):
         """Wait until the engine has exited successfully, and return ``[ids, logprobs]`` of every request."""

@@ -28,9 +28,9 @@ def check_same_answers(balanced, alone, most_ties=0.0):
     """Check that all tokens are equal and that their log-probabilities differ only by rounding, except for ties."""
     assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
     apart = sorted(
-        abs(here - there)
-        for (_, some), (_, others) in zip(balanced, alone, strict=True)
-        for here, there in zip(some, others, strict=True)
+        abs(balanced_logprob - alone_logprob)
+        for (_, balanced_logprobs), (_, alone_logprobs) in zip(balanced, alone, strict=True)
+        for balanced_logprob, alone_logprob in zip(balanced_logprobs, alone_logprobs, strict=True)
     )
     ties = sum(difference >= SMALLEST_DIFFERENCE_THAT_MATTERS for difference in apart)
     assert ties <= most_ties * len(apart), (

@@ -106,7 +106,7 @@ def python_of(engine: Engine) -> Path:
         if not (folder / ".complete").exists():
             _make(engine, folder)
         if engine.base is None and not any(folder.glob("lib/python*/site-packages/xxhash")):
-            # xxhash is the only dependency of the agent that the engines' environments lack.
+            # xxhash is the agent's only dependency that is missing from the engines' environments.
             pip = (folder / "bin" / "python", "-m", "pip")
             subprocess.run([*pip, "install", "--quiet", "--no-deps", "xxhash>=3.2"], check=True)
     return folder / "bin" / "python"
@@ -129,31 +129,33 @@ def _make(engine: Engine, folder: Path) -> None:
         _run(engine, folder, *pip, "uninstall", "--quiet", "--yes", *engine.without)
     if engine.base is not None:
         (packages,) = (CACHE / engine.base / "lib").glob("python*/site-packages")
-        (own,) = (folder / "lib").glob("python*/site-packages")
+        (own_packages,) = (folder / "lib").glob("python*/site-packages")
         # Python does not read the .pth files of a directory that a .pth file adds, so the base's own base is named too.
         further = packages / "base.pth"
-        (own / "base.pth").write_text(f"{packages}\n" + (further.read_text() if further.exists() else ""))
+        (own_packages / "base.pth").write_text(
+            f"{packages}\n" + (further.read_text() if further.exists() else "")
+        )
         if engine.python is not None:
-            _copy_python(engine, packages, own)
+            _copy_python(engine, packages, own_packages)
     (folder / ".complete").touch()
 
 
-def _copy_python(engine: Engine, packages: Path, own: Path) -> None:
+def _copy_python(engine: Engine, packages: Path, own_packages: Path) -> None:
     """Copy the Python code of a vLLM release from its source, and the compiled kernels from the base's ``packages``."""
     try:
         source = source_of("vllm", str(engine.python))
     except SourceUnavailableError as error:
-        shutil.rmtree(own.parents[2], ignore_errors=True)
+        shutil.rmtree(own_packages.parents[2], ignore_errors=True)
         pytest.skip(f"{engine.name} CANNOT BE INSTALLED HERE, so it is not tested: {error}")
-    shutil.copytree(source / "vllm", own / "vllm")
+    shutil.copytree(source / "vllm", own_packages / "vllm")
     for kernel in (packages / "vllm").glob("*.so"):
-        shutil.copy(kernel, own / "vllm")
+        shutil.copy(kernel, own_packages / "vllm")
     version = f"{engine.python}+cpu"
     numbers = tuple(map(int, str(engine.python).split(".")))
-    (own / "vllm" / "_version.py").write_text(
+    (own_packages / "vllm" / "_version.py").write_text(
         f"__version__ = version = {version!r}\n__version_tuple__ = version_tuple = {numbers}\n"
     )
-    metadata = own / f"vllm-{version}.dist-info" / "METADATA"
+    metadata = own_packages / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 

@@ -40,7 +40,7 @@ def generate(model, options):
         began = time.perf_counter()
         outputs = engine.generate(input_ids=wave, sampling_params=sampling, return_logprob=True)
         answers += [
-            [output["output_ids"], [one[0] for one in output["meta_info"]["output_token_logprobs"]]]
+            [output["output_ids"], [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]]
             for output in outputs
         ]
         print(f"ROUND {turn} {time.perf_counter() - began:.2f} s", flush=True)
@@ -51,6 +51,6 @@ def generate(model, options):
 
 
 if __name__ == "__main__":
-    found = generate(sys.argv[1], json.loads(sys.argv[3]))
+    answers = generate(sys.argv[1], json.loads(sys.argv[3]))
     with Path(sys.argv[2]).open("w") as out:
-        json.dump(found, out)
+        json.dump(answers, out)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 DIFFERENT_ROUNDS = 12
-"""Number of distinct rounds, after which the rounds repeat."""
+"""Number of distinct rounds. Later rounds repeat them."""
 
 
 def prompts(count, seed=1):

@@ -14,11 +14,11 @@ if __name__ == "__main__":
     checkpoint, out, *texts = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    found = []
+    results = []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         with torch.no_grad():
             logits_TV = model(torch.tensor([ids])).logits[0]
-        found.append({"ids": ids, "text": tokenizer.decode(ids), "logits": logits_TV.tolist()})
+        results.append({"ids": ids, "text": tokenizer.decode(ids), "logits": logits_TV.tolist()})
     kind = type(model).__name__
-    Path(out).write_text(json.dumps({"model": kind, "texts": found}))
+    Path(out).write_text(json.dumps({"model": kind, "texts": results}))

@@ -1,7 +1,7 @@
 """Write a tiny random checkpoint (3 layers, 8 experts) to a directory. Runs in an engine's environment.
 
 ``python make_checkpoint.py FOLDER [llama4|many]`` writes a Qwen3-MoE with top-2 routing, a Llama 4 with top-1 routing,
-or a Qwen3-MoE with 4 layers, 32 experts and top-4 routing, in which expert popularity differs between layers.
+or a Qwen3-MoE with 4 layers, 32 experts and top-4 routing, whose expert popularity differs between layers.
 """
 
 import sys

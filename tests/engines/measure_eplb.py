@@ -1,6 +1,6 @@
 """Measure vLLM's or SGLang's own EPLB: the imbalance of every step and the experts fetched. Runs in the engine.
 
-``EPLB_TEST_MEASURE`` names the file to which the first rank appends one line of JSON per step or rearrangement.
+The first rank appends one line of JSON per step or rearrangement to the file that ``EPLB_TEST_MEASURE`` names.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ class OpenAiServer:
         self, python: Path, log: Path, model: Path, options: Sequence[str], environment: dict[str, str]
     ) -> None:
         self.port = int(free_address().rpartition(":")[2])
-        self._model, self._log = str(model), log
+        self._model = str(model)
+        self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
@@ -97,11 +98,11 @@ def streamed_choices(
 
     Raises ``ServerError`` if the server rejects the request, breaks off the stream or cannot be reached.
     """
-    asked = json.dumps(body | {"return_token_ids": True, "stream": True})
+    payload = json.dumps(body | {"return_token_ids": True, "stream": True})
     with closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
         began = time.perf_counter()
         try:
-            connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 raise ServerError(f"status {response.status}: {response.read(500).decode(errors='replace')}")

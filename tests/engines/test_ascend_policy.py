@@ -53,12 +53,12 @@ def run_ranks(python, script, source, path, **options):
     finally:
         for rank in ranks:
             rank.kill()
-    found = []
+    results = []
     for output in outputs:
         lines = [line for line in output.splitlines() if line.startswith("FOUND ")]
         assert lines, output[-4000:]
-        found.append(json.loads(lines[-1].removeprefix("FOUND ")))
-    return found
+        results.append(json.loads(lines[-1].removeprefix("FOUND ")))
+    return results
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -78,8 +78,8 @@ def test_the_planner_balances_the_layers_and_every_token_reaches_its_experts_wei
 
 
 def test_switching_the_tables_but_not_the_weights_is_detected():
-    for found in serve(RELEASES[-1], broken=True, cycles=2):
-        assert found["wrong"] > 0
+    for result in serve(RELEASES[-1], broken=True, cycles=2):
+        assert result["wrong"] > 0
 
 
 def test_the_second_runner_routes_tokens_with_the_planners_placement_and_routing_table():

@@ -42,5 +42,5 @@ def test_unsupported_settings_are_refused_and_the_error_names_them(engine, named
 
 def test_settings_of_the_hosts_own_balancer_are_logged_as_ignored(monkeypatch, caplog):
     refuse_settings(ascend(monkeypatch, eplb={"eplb_policy_type": 3, "num_redundant_experts": 8}))
-    (said,) = caplog.messages
-    assert said.endswith("eplb_policy_type=3")
+    (message,) = caplog.messages
+    assert message.endswith("eplb_policy_type=3")

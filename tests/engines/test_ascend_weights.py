@@ -27,16 +27,16 @@ def in_lists():
 
 def test_the_moved_weights_are_those_that_the_kernels_read():
     plain = weighted("W8A8", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
-    found = expert_weights(plain, quantised=False)
-    assert [weight.data_ptr() for weight in found] == [
+    moved_weights = expert_weights(plain, quantised=False)
+    assert [weight.data_ptr() for weight in moved_weights] == [
         plain.w13_weight.data_ptr(),
         plain.w2_weight.data_ptr(),
     ]
     layer = in_lists()
-    found = expert_weights(layer, quantised=True, move_quantised=True)
+    moved_weights = expert_weights(layer, quantised=True, move_quantised=True)
     assert all(
         kind[slot] is getattr(layer, name)[slot]
-        for kind, name in zip(found, LISTS, strict=True)
+        for kind, name in zip(moved_weights, LISTS, strict=True)
         for slot in range(SLOTS)
     )
 
@@ -68,8 +68,8 @@ NZ = 29
 
 def in_formats(monkeypatch, *formats):
     """Make the NPU report these formats for its tensors, in turn."""
-    asked = iter(formats)
-    monkeypatch.setattr(weights, "format_of", lambda _: next(asked))
+    reported_formats = iter(formats)
+    monkeypatch.setattr(weights, "format_of", lambda _: next(reported_formats))
 
 
 def test_a_single_nz_tensor_for_all_experts_is_refused(monkeypatch):
@@ -92,10 +92,10 @@ def test_separate_expert_tensors_may_be_nz_if_all_tensors_of_their_kind_are_nz(m
         expert_weights(host, quantised=True, move_quantised=True)
 
 
-@pytest.mark.parametrize(("theirs", "differ"), [(ND, True), (NZ, False)])
-def test_every_rank_refuses_formats_that_differ_between_ranks(monkeypatch, theirs, differ):
-    def of_two_ranks(everyone, own, group):
-        everyone[:] = [own, [[theirs, ND]]]
+@pytest.mark.parametrize(("remote_format", "differ"), [(ND, True), (NZ, False)])
+def test_every_rank_refuses_formats_that_differ_between_ranks(monkeypatch, remote_format, differ):
+    def of_two_ranks(everyone, local_formats, group):
+        everyone[:] = [local_formats, [[remote_format, ND]]]
 
     monkeypatch.setattr(weights.dist, "get_world_size", lambda _: 2)
     monkeypatch.setattr(weights.dist, "all_gather_object", of_two_ranks)
@@ -130,10 +130,10 @@ def test_quantisation_methods_that_the_older_balancer_cannot_move_are_refused():
 
 def test_tensors_replaced_by_the_host_are_detected():
     host = in_lists()
-    found = expert_weights(host, quantised=True, move_quantised=True)
+    moved_weights = expert_weights(host, quantised=True, move_quantised=True)
     heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
-    layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
-    assert layer.expert_weights() is found
+    layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), moved_weights, heat, 0, False)
+    assert layer.expert_weights() is moved_weights
     # This mimics quant_apply_mlp, which converts the first expert's scales to a different dtype.
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
     with pytest.raises(UnsupportedEngineError, match="custom operators"):

@@ -38,12 +38,12 @@ def test_transformers_reads_the_same_bytes_and_computes_the_same_logits(tmp_path
     command = [python_of(VLLM_032), script, EMBEDDED, out, *TEXTS]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, capture_output=True, timeout=600, env=environment)
-    found = json.loads(out.read_text())
-    assert found["model"] == "Qwen3MoeForCausalLM"
-    for text, theirs in zip(TEXTS, found["texts"], strict=True):
-        assert theirs["ids"] == list(text.encode())
-        assert theirs["text"] == text
-        expected_TV = torch.tensor(theirs["logits"], dtype=torch.float64)
+    reference = json.loads(out.read_text())
+    assert reference["model"] == "Qwen3MoeForCausalLM"
+    for text, expected in zip(TEXTS, reference["texts"], strict=True):
+        assert expected["ids"] == list(text.encode())
+        assert expected["text"] == text
+        expected_TV = torch.tensor(expected["logits"], dtype=torch.float64)
         torch.testing.assert_close(_own_logits(text), expected_TV, rtol=0, atol=ROUNDING)
 
 

@@ -105,10 +105,11 @@ def test_the_planner_balances_vllm_as_well_as_its_own_policy_and_fetches_fewer_e
     print(f"{same} of {len(alone)} answers equal those of the unmodified engine")
     assert same >= (1 - MAX_TIES) * len(alone)
     assert "policy: PAR" in run.log.read_text()
-    own, planner = measured["own"], measured["planner"]
+    own_policy = measured["own"]
+    planner = measured["planner"]
     print(
-        f"imbalance {own[0]:.3f} with vLLM's policy, {planner[0]:.3f} with the planner; experts fetched "
-        f"{sum(own[1])} and {sum(planner[1])} in {len(own[1])} and {len(planner[1])} rearrangements"
+        f"imbalance {own_policy[0]:.3f} with vLLM's policy, {planner[0]:.3f} with the planner; experts fetched "
+        f"{sum(own_policy[1])} and {sum(planner[1])} in {len(own_policy[1])} and {len(planner[1])} rearrangements"
     )
-    assert planner[0] <= own[0] + MAX_IMBALANCE_OVER_OWN
-    assert 0 < sum(planner[1]) <= MAX_SHARE_FETCHED * sum(own[1])
+    assert planner[0] <= own_policy[0] + MAX_IMBALANCE_OVER_OWN
+    assert 0 < sum(planner[1]) <= MAX_SHARE_FETCHED * sum(own_policy[1])

@@ -39,11 +39,11 @@ def alone():
     longest = {}
 
     def answers(run_sglang, rounds=LOAD["rounds"], engine=SGLANG_0523):
-        wanted = rounds * LOAD["requests"]
-        if len(longest.get(engine, ())) < wanted:
+        count = rounds * LOAD["requests"]
+        if len(longest.get(engine, ())) < count:
             load = LOAD | {"rounds": rounds}
             longest[engine] = run_sglang(load, name=f"alone-{rounds}", engine=engine).answers()
-        return longest[engine][:wanted]
+        return longest[engine][:count]
 
     return answers
 
@@ -91,9 +91,9 @@ def test_answers_do_not_change_if_eplb_is_disabled(run_sglang, alone, service):
 def test_an_unsupported_combination_stops_the_engine_and_the_error_gives_the_reason(run_sglang):
     refused = TWO_TENSOR_RANKS | {"ep_dispatch_algorithm": "fake"}
     run = run_sglang(LOAD | {"engine": refused}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    said = run.failure()
-    assert "--ep-dispatch-algorithm fake" in said
-    assert "unset EPLB_AGENT_SERVICE" in said
+    output = run.failure()
+    assert "--ep-dispatch-algorithm fake" in output
+    assert "unset EPLB_AGENT_SERVICE" in output
 
 
 def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
@@ -102,7 +102,7 @@ def test_an_unknown_release_stops_the_engine_without_patching_it(sglang_site):
         "from sglang.srt.plugins import load_plugins\n"
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "try: load_plugins()\n"
-        "finally: print('hooks of the agent', [one for one in HookRegistry._hooks if 'ModelRunner' in one])"
+        "finally: print('hooks of the agent', [hook for hook in HookRegistry._hooks if 'ModelRunner' in hook])"
     )
     done = in_engine(SGLANG_0523, sglang_site, check, EPLB_AGENT_SERVICE="127.0.0.1:1", **ON_CPU)
     assert done.returncode == 1, done.stderr

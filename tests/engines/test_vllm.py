@@ -73,9 +73,9 @@ CASES = {
 If several ranks route the same tokens, only the first one counts them.
 """
 GATHERS = "0.23-dp2"
-"""Case in which, on CPU, ranks gather all tokens before routing.
+"""Case whose ranks, on CPU, gather all tokens before routing.
 
-Only the first rank counts tokens, and only in steps in which it has tokens of its own.
+Only the first rank counts tokens, and only if a step includes its own tokens.
 """
 RECORDED_STEPS = {8: 64, 1: 480}
 """Minimum number of recorded steps, by number of concurrent requests.
@@ -100,14 +100,14 @@ def alone():
     Each load runs once.
     """
     whole = LOAD | {"rounds": DIFFERENT_ROUNDS}
-    known = {}
+    cached = {}
 
     def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032, load=whole, **environment):
         key = engine, str(load)
-        if key not in known:
-            known[key] = run_vllm(engine, load, name="alone", **environment).answers()
+        if key not in cached:
+            cached[key] = run_vllm(engine, load, name="alone", **environment).answers()
         turns = [turn % DIFFERENT_ROUNDS for turn in range(rounds)]
-        return [known[key][turn * load["requests"] + n] for turn in turns for n in range(requests)]
+        return [cached[key][turn * load["requests"] + n] for turn in turns for n in range(requests)]
 
     return answers
 
@@ -151,7 +151,7 @@ def test_answers_are_the_same_over_many_switches(case, requests, run_vllm, alone
 
 
 def check_answers_over_switches(engine, parallel, load, run_vllm, alone, service, folder):
-    """Serve until 20 layers have switched, and compare all answers with those of the unmodified engine."""
+    """Serve until 20 layers have switched, and compare all answers with the unmodified engine's."""
     enough = folder / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}

@@ -31,14 +31,14 @@ CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
 CONFIG |= {"max_position_embeddings": 512, "mlp_only_layers": []}
 
 
-def environment(source, **more):
+def environment(source, **overrides):
     path = os.pathsep.join(map(str, (HERE / "fake_npu", source, ROOT)))
     settings = {
         "PYTHONPATH": path,
         "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         "EPLB_AGENT_VERIFY_TRANSFERS": "true",
     }
-    return {**os.environ, **settings, **more}
+    return {**os.environ, **settings, **overrides}
 
 
 def serve(tmp_path, service, **options):
@@ -82,12 +82,12 @@ def serve(tmp_path, service, **options):
     finally:
         for rank in ranks:
             rank.kill()
-    found = []
+    facts = []
     for output in outputs:
         lines = [line for line in output.splitlines() if line.startswith("FOUND ")]
         assert lines, output[-4000:]
-        found.append(json.loads(lines[-1].removeprefix("FOUND ")))
-    return found
+        facts.append(json.loads(lines[-1].removeprefix("FOUND ")))
+    return facts
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -102,8 +102,8 @@ def serve(tmp_path, service, **options):
     ],
 )
 def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, service):
-    found = serve(tmp_path, service, release=release, **options)
-    for rank in found:
+    facts = serve(tmp_path, service, release=release, **options)
+    for rank in facts:
         print(
             f"{rank['switched']} layer switches in {rank['steps']} steps, outputs differ by at most {rank['worst']:.2g}"
         )
@@ -114,9 +114,9 @@ def test_outputs_are_the_same_over_many_switches(release, options, tmp_path, ser
         assert rank["same_addresses"]
         assert rank["host_maps_unchanged"]
         assert rank["children"] == 0
-    assert sum(rank["experts_received"] for rank in found) > 0
+    assert sum(rank["experts_received"] for rank in facts) > 0
     if options["comm"] == "ALLGATHER":
-        assert found[0]["tables"] == found[1]["tables"]
+        assert facts[0]["tables"] == facts[1]["tables"]
 
 
 @pytest.mark.parametrize("comm", ["MC2", "ALLGATHER"])
@@ -126,8 +126,8 @@ def test_switching_the_tables_but_not_the_weights_is_detected(release, comm, tmp
     options = {"comm": comm, "custom_ops": comm == "MC2"}
     if comm == "ALLGATHER":
         options["redundant"] = 0
-    found = serve(tmp_path, service, release=release, broken=True, **options)
-    worst = max(rank["worst"] for rank in found)
+    facts = serve(tmp_path, service, release=release, broken=True, **options)
+    worst = max(rank["worst"] for rank in facts)
     print(f"outputs differ by up to {worst:.2g}")
     assert worst > 10 * ROUNDING["NONE"]
 

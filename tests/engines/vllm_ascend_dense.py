@@ -30,7 +30,7 @@ def product(matrices_TKYX, rows_TKX):
 
 
 def product_w8a8(matrices_TKYX, rows_TKX):
-    """Like ``product``, but for int8 rows and int8 output channels with one scale each. The sums are exact."""
+    """Like ``product``, with int8 rows and int8 output channels that have one scale each. The sums are exact."""
     rows, rows_scale_TK = torch_npu.npu_dynamic_quant(rows_TKX)
     matrices, channel_scale_TKY = torch_npu.npu_dynamic_quant(matrices_TKYX)
     return (product(matrices.double(), rows.double()) * channel_scale_TKY * rows_scale_TK[..., None]).float()

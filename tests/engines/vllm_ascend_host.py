@@ -173,7 +173,8 @@ def make_model(rank, quant_config):
                 load(layer, slot, "w2_weight", w2_EHI[expert])
         layer.quant_method.process_weights_after_loading(layer)
     model = torch.nn.Module()
-    model.layers, model.quant_config = torch.nn.ModuleList(layers), quant_config
+    model.layers = torch.nn.ModuleList(layers)
+    model.quant_config = quant_config
     return model
 
 
@@ -189,7 +190,8 @@ def start_balancer(config, model):
     from worker_agent.adapters.vllm_ascend import hooks
 
     runner = types.ModuleType("vllm_ascend.worker.model_runner_v1")
-    runner.Manager, runner.EplbProcess = multiprocessing.Manager, EplbProcess
+    runner.Manager = multiprocessing.Manager
+    runner.EplbProcess = EplbProcess
     runner.EplbUpdator = EplbUpdator
     runner.VllmEplbAdaptor = VllmEplbAdaptor
     hooks._replace_balancer(runner)

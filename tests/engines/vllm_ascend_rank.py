@@ -44,12 +44,12 @@ def main(rank, port, config_folder, options):
     from worker_agent.adapters.vllm_ascend.refusals import KNOWN
 
     # The worker and the runner cannot be imported without a device, so ``test_known_functions.py`` reads their source.
-    known = {
-        target: one
-        for target, one in KNOWN[options["release"]].items()
+    functions = {
+        target: function
+        for target, function in KNOWN[options["release"]].items()
         if not target.startswith("vllm_ascend.worker")
     }
-    mismatches = [str(mismatch) for mismatch in compat.mismatches(known, {})]
+    mismatches = [str(mismatch) for mismatch in compat.mismatches(functions, {})]
     if options.get("broken"):
         commit_without_weights()
     updator = start_balancer(config, model)
@@ -76,7 +76,7 @@ def main(rank, port, config_folder, options):
         updator.forward_end(True)
         steps += 1
         time.sleep(0.005)
-    found = {
+    facts = {
         "rank": rank,
         "mismatches": mismatches,
         "steps": steps,
@@ -91,7 +91,7 @@ def main(rank, port, config_folder, options):
         "children": len(multiprocessing.active_children()),
     }
     updator.shutdown()
-    print("FOUND " + json.dumps(found), flush=True)
+    print("FOUND " + json.dumps(facts), flush=True)
     dist.barrier()
     os._exit(0)
 

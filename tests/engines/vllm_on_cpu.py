@@ -51,7 +51,7 @@ def _own_eplb_runs() -> None:
         def synchronize(self):
             pass
 
-        def elapsed_time(self, other):
+        def elapsed_time(self, end_event):
             return 0.0
 
     class TorchWithEvents:
@@ -112,7 +112,8 @@ def _experts_follow_the_expert_map() -> None:
         expert_map = call.arguments["expert_map"]
         if expert_map is not None:
             weights, ids = _local(expert_map, call.arguments["topk_weights"], call.arguments["topk_ids"])
-            call.arguments["topk_weights"], call.arguments["topk_ids"] = weights, ids
+            call.arguments["topk_weights"] = weights
+            call.arguments["topk_ids"] = ids
             call.arguments["expert_map"] = None
             if call.arguments.get("apply_router_weight_on_input"):
                 # The inputs are already weighted and the kernel ignores the weights, so rows for other ranks' choices
@@ -133,7 +134,7 @@ def _local(expert_map, weights, ids):
 
 
 def _experts_take_choices(cpu_moe) -> None:
-    """Make the CPU experts of 0.28 and 0.29 take the router's choices, although they route by themselves.
+    """Make the CPU experts of 0.28 and 0.29 take the router's choices, although they route internally.
 
     The router then calls the same function as these experts did, also without expert parallelism.
     """

@@ -18,13 +18,13 @@ def listening() -> list[tuple[str, int]]:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes.add(str(entry.readlink()))
-    found = []
+    listeners = []
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state, *_, inode = line.split()[:10]
         if state == _LISTENING and f"socket:[{inode}]" in inodes:
             host, port = local.split(":")
-            found.append((socket.inet_ntoa(struct.pack("<I", int(host, 16))), int(port, 16)))
-    return found
+            listeners.append((socket.inet_ntoa(struct.pack("<I", int(host, 16))), int(port, 16)))
+    return listeners
 
 
 def knock() -> tuple[int, int]:
@@ -33,8 +33,8 @@ def knock() -> tuple[int, int]:
     Return the number of listeners that accepted all connections, and the number that did not.
     """
     closed = 0
-    found = listening()
-    for address in found:
+    listeners = listening()
+    for address in listeners:
         with contextlib.ExitStack() as links:
             for number in range(_LINKS):
                 try:
@@ -45,4 +45,4 @@ def knock() -> tuple[int, int]:
                     break
                 except OSError:
                     continue
-    return len(found) - closed, closed
+    return len(listeners) - closed, closed

@@ -40,13 +40,18 @@ class Host:
 
     def __init__(self, history: Path, ahead: Sequence[int]) -> None:
         vote._PROVEN_PASSES = 16
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         self.misses = self.doubles = 0
         self._passes = Passes(ahead)
         deadlines = {"vote_timeout_seconds": VOTE_TIMEOUT, "commit_timeout_seconds": COMMIT_TIMEOUT}
-        more = {"transfer_timeout_seconds": 3.0, "offer_deadline_steps": 16, "verify_transfers": True}
+        plan_settings = {
+            "transfer_timeout_seconds": 3.0,
+            "offer_deadline_steps": 16,
+            "verify_transfers": True,
+        }
         self.agent, self.layers, self.still = live.start(
-            1, place=self._passes.live, history=history, **deadlines, **more
+            1, place=self._passes.live, history=history, **deadlines, **plan_settings
         )
         self._generator = torch.Generator().manual_seed(self.rank)
         self._longest = self._worst = 0.0
@@ -61,10 +66,12 @@ class Host:
         fewest = _FEWEST_PASSES
         self._longest = self._worst = 0.0
         fault(self)
-        more = True
-        while more:
+        passes_follow = True
+        while passes_follow:
             done = self.agent.installed.epoch >= epoch + _SWITCHES and fewest <= 0
-            more = self._passes.run(self._forward, not done and time.monotonic() - began < _MOST_SECONDS)
+            passes_follow = self._passes.run(
+                self._forward, not done and time.monotonic() - began < _MOST_SECONDS
+            )
             fewest -= 1
             self._offer()
             self._call()
@@ -159,7 +166,7 @@ def _a_stranger_connects(host: Host) -> None:
 
     The model's ports accept the connections; the vote and lane ports do not.
     """
-    here = Sample.now()
+    resources_before = Sample.now()
     assert {address for address, _ in listening()} == {"127.0.0.1"}, (
         "expected listeners only on 127.0.0.1, because all ranks are on one node"
     )
@@ -168,7 +175,7 @@ def _a_stranger_connects(host: Host) -> None:
     _, closed = knock()
     # Only the vote port is closed if there is no lane, for example after a transfer that timed out on a busy machine.
     assert closed >= (2 if before is not None and lanes._open is before else 1)
-    assert Sample.now().megabytes - here.megabytes < 32
+    assert Sample.now().megabytes - resources_before.megabytes < 32
 
 
 def _drains_and_resumes(host: Host) -> None:

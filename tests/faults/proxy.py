@@ -36,10 +36,10 @@ class Proxy:
         """Close all existing connections but keep accepting new ones."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
-        for one in sockets:
+        for connection in sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _accept(self) -> None:
         while True:
@@ -68,6 +68,6 @@ class Proxy:
                 sink.sendall(piece)
         except OSError:
             pass
-        for one in (source, sink):
+        for connection in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)

@@ -45,27 +45,28 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for said in self._say.values():
-            said.put(None)
+        for responses in self._say.values():
+            responses.put(None)
         self._server.stop(0).wait()
 
     def Connect(self, requests: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
         hello = decode_hello(next(requests).hello)
-        said: queue.SimpleQueue[agent_pb2.ConnectResponse | None] = queue.SimpleQueue()
-        self._hellos[hello.rank], self._say[hello.rank] = hello, said
-        self._threads.submit(self._listen, hello.rank, requests, said)
+        responses: queue.SimpleQueue[agent_pb2.ConnectResponse | None] = queue.SimpleQueue()
+        self._hellos[hello.rank] = hello
+        self._say[hello.rank] = responses
+        self._threads.submit(self._listen, hello.rank, requests, responses)
         welcome = agent_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION, leader_term=self.term, report_steps=8, heartbeat_seconds=0.1
         )
         yield agent_pb2.ConnectResponse(welcome=welcome)
-        while (message := said.get()) is not None:
+        while (message := responses.get()) is not None:
             yield message
 
     def disconnect(self) -> None:
         """End every stream, so that the ranks reconnect and send a new Hello."""
         self._hellos.clear()
-        for said in self._say.values():
-            said.put(None)
+        for responses in self._say.values():
+            responses.put(None)
 
     def wait_for_hellos(self) -> DeployedLayout:
         """Wait for a Hello from every rank and return the layout that the ranks serve."""
@@ -89,22 +90,22 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
 
     def hear(self, state: int, times: int) -> list[tuple[int, agent_pb2.PlanStatus]]:
         """Return the next ``times`` statuses with this state, each with the rank that sent it. Drop other statuses."""
-        found: list[tuple[int, agent_pb2.PlanStatus]] = []
+        matching_statuses: list[tuple[int, agent_pb2.PlanStatus]] = []
         deadline = time.monotonic() + _PATIENCE
-        while len(found) < times:
+        while len(matching_statuses) < times:
             rank, status = self.statuses.get(timeout=max(0.01, deadline - time.monotonic()))
             if status.state == state:
-                found.append((rank, status))
-        return found
+                matching_statuses.append((rank, status))
+        return matching_statuses
 
-    def _listen(self, rank: int, requests: Iterator[Any], said: queue.SimpleQueue[Any]) -> None:
+    def _listen(self, rank: int, requests: Iterator[Any], responses: queue.SimpleQueue[Any]) -> None:
         try:
             for request in requests:
                 if request.WhichOneof("message") == "plan_status":
                     self.statuses.put((rank, request.plan_status))
         except grpc.RpcError:
             pass
-        said.put(None)
+        responses.put(None)
 
 
 def _shuffled(base: DeployedLayout, layer: int, seed: int) -> LayerPlan:

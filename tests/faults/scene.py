@@ -117,9 +117,9 @@ class Scene(RankCrew):
         """The epoch that the service believes the ranks serve."""
         return self.service.status().status.epoch
 
-    def wait_for_switches(self, more: int = 1) -> None:
-        """Wait until the deployment's epoch has grown by ``more``."""
-        goal = self.epoch + more
+    def wait_for_switches(self, switches: int = 1) -> None:
+        """Wait until the deployment's epoch has grown by ``switches``."""
+        goal = self.epoch + switches
         self.service.wait_until(lambda status: status.status.epoch >= goal, PATIENCE)
 
     def wait_for_rest(self) -> int:

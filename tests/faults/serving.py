@@ -28,11 +28,10 @@ from worker_agent.swap.lane import Deadline, Lane, Parcel
 
 LAYERS = 2
 STEP_SECONDS = 0.003
-HOT_SECONDS, CALM_SECONDS = 1.5, 15.0
-"""Seconds for which an expert is the hottest.
-
-The longer time applies once the file ``calm`` exists, so that moves pay off on slow hosts as well.
-"""
+HOT_SECONDS = 1.5
+"""Time that an expert stays the hottest, in seconds."""
+CALM_SECONDS = 15.0
+"""The same time once the file ``calm`` exists. It is longer, so that moves pay off on slow hosts as well."""
 # In seconds. A busy machine may delay a step, but by much less than the shortest vote deadline.
 LONGEST_STEP = 20.0
 TOKENS = 12
@@ -115,8 +114,8 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         worst = max(worst, live.difference(layers, still, hidden_TH, ids_TK))
         time.sleep(STEP_SECONDS)
 
-    more = True
-    while more:
+    passes_follow = True
+    while passes_follow:
         hot_seconds = CALM_SECONDS if (Path(folder) / "calm").exists() else HOT_SECONDS
         hot = int((time.monotonic() - began) / hot_seconds) % live.EXPERTS
         # A rank without tokens also takes part in the step.
@@ -124,7 +123,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         other_T = generator.integers(1, live.EXPERTS, size=tokens)
         ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
         hidden_TH = torch.from_numpy(generator.standard_normal((tokens, live.HIDDEN), dtype=np.float32))
-        more = passes.run(partial(forward, hidden_TH, ids_TK), not (Path(folder) / "stop").exists())
+        passes_follow = passes.run(partial(forward, hidden_TH, ids_TK), not (Path(folder) / "stop").exists())
         calls = _calls_of_this_pass(folder, rank, agent)
         before = time.monotonic()
         for _ in range(calls):
@@ -151,9 +150,9 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
 def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
     """Inject the requested faults into this rank and return the number of agent calls to make now."""
     calls = 1
-    for asked in Path(folder).glob(f"{rank}.*"):
-        fault = asked.suffix[1:]
-        asked.unlink()
+    for request in Path(folder).glob(f"{rank}.*"):
+        fault = request.suffix[1:]
+        request.unlink()
         if fault in CALLS:
             calls = CALLS[fault]
         else:

@@ -2,10 +2,10 @@
 
 For half of the time, one group of ranks serves with hosts that run ahead of their devices. Its memory and file
 descriptors must not grow. Further groups serve for a minute each. Their ranks start late and leave in any order, and
-most of their hosts also run ahead. Every output is compared with that of a layer that is never switched.
+most of their hosts also run ahead. Every output is compared with the output of a layer that is never switched.
 
 Run ``python -m tests.faults.soak [--seconds 600] [--seed N]`` or ``make soak``. The seed is printed; the same seed
-requests the same faults in the same order. The exit code is 1 if any check failed.
+requests the same faults in the same order. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from tests.faults.scene import PATIENCE, RANKS, Scene
 from tests.faults.serving import AHEAD, Facts, Manners, check_served
 
 LONGEST_STEP = 60.0
-"""Longest allowed step in seconds. A sleeping or frozen rank delays votes as much as it delays the model.
+"""Longest allowed step in seconds. A sleeping or frozen rank delays votes and the model equally.
 
 No other fault may delay a step.
 """
 KINDS = ("vote", "transfer", "commit", "abort")
 SHORT_ROUND = 60.0
 VOTE_TIMEOUT = 5.0
-MORE_MEGABYTES, MORE_FILES, MORE_THREADS = 40.0, 24, 12
-"""Allowed growth of the medians between the second and the last quarter of a long round.
+MORE_MEGABYTES = 40.0
+MORE_FILES = 24
+MORE_THREADS = 12
+"""Allowed growth of the three medians between the second and the last quarter of a long round.
 
 It leaves room for links that are just being closed.
 """
@@ -143,9 +145,11 @@ def check_flat(facts: list[Facts]) -> None:
             continue
         early = fact.samples[quarter : 2 * quarter]
         late = fact.samples[-quarter:]
-        for what, most in (("megabytes", MORE_MEGABYTES), ("files", MORE_FILES), ("threads", MORE_THREADS)):
-            before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
-            if after - before > most:
+        for what, limit in (("megabytes", MORE_MEGABYTES), ("files", MORE_FILES), ("threads", MORE_THREADS)):
+            before, after = (
+                statistics.median(getattr(sample, what) for sample in part) for part in (early, late)
+            )
+            if after - before > limit:
                 raise AssertionError(
                     f"rank {rank} uses {after:g} {what} in the last quarter, but used {before:g} in the second"
                 )
@@ -158,8 +162,8 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[li
     rounds: list[list[Facts]] = []
     end = time.monotonic() + seconds
     while not rounds or time.monotonic() < end:
-        here = folder / f"round-{len(rounds)}"
-        here.mkdir()
+        round_folder = folder / f"round-{len(rounds)}"
+        round_folder.mkdir()
         manners = Manners(ahead=AHEAD)
         if rounds:
             late = [random_.choice([0.0, random_.uniform(0, 2 * VOTE_TIMEOUT)]) for _ in range(RANKS)]
@@ -167,7 +171,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[li
             manners = Manners(late, exits, random_.choice([(), AHEAD, AHEAD[::-1]]))
         length = seconds / 2 if not rounds else min(SHORT_ROUND, max(5.0, end - time.monotonic()))
         print(f"round {len(rounds)}, {length:.0f} s: {manners}", flush=True)
-        counts, facts = serve_round(here, length, random_, manners)
+        counts, facts = serve_round(round_folder, length, random_, manners)
         done += counts
         rounds.append(facts)
     check_flat(rounds[0])
@@ -191,8 +195,8 @@ def main() -> None:
             print(f"FAILED with seed {seed}: {broken}")
             sys.exit(1)
         counts: Counter[str] = Counter()
-        for here in Path(folder).glob("round-*"):
-            for ranks in read_histories(here / "history").values():
+        for round_folder in Path(folder).glob("round-*"):
+            for ranks in read_histories(round_folder / "history").values():
                 counts.update({kind: len(ranks[0].of(kind)) for kind in KINDS})
     facts = [fact for round_ in rounds for fact in round_]
     summary = {

@@ -61,12 +61,14 @@ BROKEN = ["its links break as well", "its links break and no failure is announce
 
 @pytest.mark.parametrize("how", ["out of memory", *BROKEN, "no failure is announced", "an interrupt"])
 def test_a_failed_install_on_one_rank_stops_every_rank_before_the_next_pass(how: str) -> None:
-    found = run_ranks(RANKS, _serve, how)
-    assert len({passes for _, passes, _ in found}) == 1
-    assert "no memory on the device" in found[1][0]
+    results = run_ranks(RANKS, _serve, how)
+    assert len({passes for _, passes, _ in results}) == 1
+    assert "no memory on the device" in results[1][0]
     if how != "no failure is announced":
-        assert all("rank 1" in why and "no memory on the device" in why for why, _, _ in (found[0], found[2]))
-    assert max(took for _, _, took in found) < 20
+        assert all(
+            "rank 1" in why and "no memory on the device" in why for why, _, _ in (results[0], results[2])
+        )
+    assert max(took for _, _, took in results) < 20
 
 
 def _installs_a_damaged_expert() -> None:

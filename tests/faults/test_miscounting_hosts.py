@@ -70,7 +70,7 @@ def test_a_stuck_counter_delays_a_step_by_only_seconds_and_changes_no_output() -
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "complaint"),
     [
         ("one extra pass", "votes in a row found the ranks at different forward passes"),
         ("every counter restarts", "the host's count of forward passes decreased from 39 to 0"),
@@ -79,8 +79,10 @@ def test_a_stuck_counter_delays_a_step_by_only_seconds_and_changes_no_output() -
         pytest.param("counts that differ by 100,000", "counts", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_with_wrong_pass_counts_agree_on_a_count_and_switch_layers_again(fault: str, said: str) -> None:
+def test_ranks_with_wrong_pass_counts_agree_on_a_count_and_switch_layers_again(
+    fault: str, complaint: str
+) -> None:
     facts = run_ranks(RANKS, _serve, fault, 12)
     live.check_together(facts)
     assert max(fact["longest"] for fact in facts) < 30
-    assert said in facts[1]["complaints"]
+    assert complaint in facts[1]["complaints"]

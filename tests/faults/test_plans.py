@@ -81,7 +81,7 @@ def test_ranks_reconnect_after_an_oversized_plan_ends_their_streams(tmp_path: Pa
 
 @pytest.mark.faults
 def test_continually_replaced_plans_leave_all_ranks_with_the_same_placement(tmp_path: Path) -> None:
-    """Some of the plans are carried out, but none of them partially."""
+    """Some of the plans are carried out, and each of these completely."""
     with (
         RogueService(RANKS) as service,
         RankCrew(tmp_path, service.address, offer_deadline_steps=8, bytes_per_step=2000) as crew,

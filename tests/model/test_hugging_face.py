@@ -42,23 +42,23 @@ def test_logits_equal_those_of_transformers(
     """
     folder = write_checkpoint(tmp_path, name)
     tokens_BT = torch.randint(64, (4, 5), generator=torch.Generator().manual_seed(0))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference_model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=SERVING_DTYPE, experts_implementation="eager"
     )
     with torch.no_grad():
-        expected_BTV = theirs(tokens_BT).logits
+        expected_BTV = reference_model(tokens_BT).logits
 
     # transformers changes torch's default dtype while it creates a model, so these ranks, which are threads, take
     # turns. Real ranks are processes.
     auto = transformers.AutoModelForCausalLM
     making = threading.Lock()
-    made = threading.Barrier(2 * tensor_parallel)
+    creation_barrier = threading.Barrier(2 * tensor_parallel)
     from_config = auto.from_config
 
     def one_after_the_other(*args: Any, **more: Any) -> Any:
         with making:
             model = from_config(*args, **more)
-        made.wait(60)
+        creation_barrier.wait(60)
         return model
 
     monkeypatch.setattr(auto, "from_config", one_after_the_other)
@@ -121,11 +121,13 @@ def test_missing_unknown_and_unsupported_tensors_are_named_in_the_error(
     name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
 ):
     write_checkpoint(tmp_path, "qwen3")
-    found = {key: each for path in tmp_path.glob("*.safetensors") for key, each in load_file(path).items()}
+    tensors_by_name = {
+        key: each for path in tmp_path.glob("*.safetensors") for key, each in load_file(path).items()
+    }
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
-    given = {name: tensor} if tensor is not None else {}
-    kept = {key: each for key, each in found.items() if tensor is not None or "q_proj" not in key}
-    save_file(kept | given, tmp_path / "model.safetensors")
+    added_tensors = {name: tensor} if tensor is not None else {}
+    kept = {key: each for key, each in tensors_by_name.items() if tensor is not None or "q_proj" not in key}
+    save_file(kept | added_tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         serve_checkpoint(tmp_path, placement(1), None)

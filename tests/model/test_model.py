@@ -72,12 +72,12 @@ def test_decoding_byte_by_byte_equals_one_pass_over_the_text() -> None:
 def test_every_combination_of_options_gives_the_same_logits(
     dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    gather_calls = []
     ask = SimulatedGroup.gather_numbers
     monkeypatch.setattr(
         SimulatedGroup,
         "gather_numbers",
-        lambda group, *of, **where: asked.append(of) or ask(group, *of, **where),
+        lambda group, *of, **where: gather_calls.append(of) or ask(group, *of, **where),
     )
     weights = Checkpoint(write_small_model(tmp_path / "small"))
     # The first rank has one more row.
@@ -110,7 +110,7 @@ def test_every_combination_of_options_gives_the_same_logits(
 
     for rank, part_BTV in enumerate(run_simulated(2, serve)):
         torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-6)
-    assert not asked
+    assert not gather_calls
 
 
 @pytest.mark.parametrize("dual_batch", [False, True])
@@ -119,7 +119,7 @@ def test_a_stepwise_split_runs_the_rounds_for_its_step_size(
 ) -> None:
     """With all-to-all, ranks do not exchange their batch sizes.
 
-    If the maximum length were unknown, they would run as many rounds as thousands of choices require.
+    If the maximum length were unknown, they would run the rounds for thousands of choices.
     """
     sizes: set[int] = set()
     rounds_for = stepwise.rounds_for
@@ -223,14 +223,14 @@ def test_requests_in_flight_are_counted_by_domain() -> None:
 
 def test_each_phase_uses_its_own_domains_and_every_domain_has_prompts() -> None:
     traffic = Traffic(400, rank=1, seed=3)
-    asked: dict[int, Counter[str]] = {phase: Counter() for phase in range(len(PHASES))}
+    domain_counts: dict[int, Counter[str]] = {phase: Counter() for phase in range(len(PHASES))}
     for step in range(400):
         domain, prompt = traffic.request(step, row=step % 7)
-        asked[traffic.phase(step)][domain] += 1
+        domain_counts[traffic.phase(step)][domain] += 1
         assert prompt in prompts_by_domain()[domain]
         assert len(prompt) <= 48
     for phase, domains in enumerate(PHASES.values()):
-        assert asked[phase].keys() == set(domains)
+        assert domain_counts[phase].keys() == set(domains)
     assert sorted(domain for domains in PHASES.values() for domain in domains) == traffic.domains
 
 

@@ -125,11 +125,11 @@ def shared_of(
 ) -> SharedExperts:
     """Return the case's shared experts in two parts."""
     weights, gate_H = shared_weights(case, gated)
-    own = reference if operators is None else operators
+    operators = reference if operators is None else operators
     return SharedExperts(
         3,
         weights,
-        own,
+        operators,
         case.dtype,
         gate_H=gate_H,
         activation=case.activation,
@@ -197,8 +197,8 @@ def in_order(experts: int) -> Int32:
 
 def alone(case: Case, options: LayerOptions | None = None, **more: Any) -> ExpertParallelMoE:
     """Return the case's layer on one rank, with expert ``e`` in slot ``e``."""
-    here = {"phy2log_RS": in_order(case.experts), "log2phy_E": None, "options": options}
-    return layer_on(case, RankGroup(None), **(here | more))
+    arguments = {"phy2log_RS": in_order(case.experts), "log2phy_E": None, "options": options}
+    return layer_on(case, RankGroup(None), **(arguments | more))
 
 
 def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list[int]:

@@ -188,24 +188,24 @@ def call(layer: ExpertParallelMoE, row: Row, step: Step, length: int | None) -> 
 
 
 def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch.Tensor]]]:
-    """Return each rank's real choices per micro-batch, only for tokens of which it is the source: ``[R][batches]``."""
+    """Return each rank's real choices per micro-batch, only for tokens whose source it is: ``[R][batches]``."""
     tp = row["tensor_parallel"]
-    found: list[list[list[torch.Tensor]]] = []
+    choices_by_rank: list[list[list[torch.Tensor]]] = []
     for rank, step in enumerate(steps):
-        own = []
+        choices_by_batch = []
         for number, part in enumerate(step.parts(row["batches"])):
             ids_TK = step.tokens[1][part]
             real_TK = step.real_TK[part]
             whole = ids_TK.shape[0]
             if row["dispatcher"] == "mc2":
-                given = length_of(case, row)
-                parts = [other.parts(row["batches"])[number] for other in steps]
-                whole = max(each.stop - each.start for each in parts) if given is None else given
+                length = length_of(case, row)
+                parts = [rank_step.parts(row["batches"])[number] for rank_step in steps]
+                whole = max(each.stop - each.start for each in parts) if length is None else length
             width = -(-max(whole, 1) // tp)
-            mine = slice(rank % tp * width, (rank % tp + 1) * width)
-            own.append(ids_TK[mine][real_TK[mine]].long())
-        found.append(own)
-    return found
+            own_tokens = slice(rank % tp * width, (rank % tp + 1) * width)
+            choices_by_batch.append(ids_TK[own_tokens][real_TK[own_tokens]].long())
+        choices_by_rank.append(choices_by_batch)
+    return choices_by_rank
 
 
 def expected(case: Case, row: Row, step: Step) -> torch.Tensor:

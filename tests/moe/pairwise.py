@@ -24,8 +24,8 @@ def pairwise(
     missing = {pair for pair in every if allowed(dict(pair))}
 
     def completed(row: Row) -> Row:
-        others = [name for name in options if name not in row]
-        for name in rng.sample(others, len(others)):
+        remaining_names = [name for name in options if name not in row]
+        for name in rng.sample(remaining_names, len(remaining_names)):
             fitting = [value for value in options[name] if allowed(row | {name: value})]
             if not fitting:
                 return {}

@@ -43,7 +43,8 @@ class SimulatedGroup(RankGroup):
         super().__init__(None)
         self._exchange = exchange
         self._name = name
-        self.rank, self.size = rank, len(exchange.parts)
+        self.rank = rank
+        self.size = len(exchange.parts)
         vars(_here).setdefault("groups", {})[name] = self
 
     @property

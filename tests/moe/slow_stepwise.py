@@ -23,8 +23,10 @@ def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
 def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
     """Return the position at which each slot's tokens end."""
     shared, ranks = split.bound_MR.shape
-    known = product(split.from_totals, product(split.totals_YE, [Fraction(count) for count in counts]))
-    *starts, known, uncut, first = _cut(known, [shared] * len(PENALTIES) + [ranks + shared, shared, ranks])
+    linear = product(split.from_totals, product(split.totals_YE, [Fraction(count) for count in counts]))
+    *starts, constant, uncut, first = _cut(
+        linear, [shared] * len(PENALTIES) + [ranks + shared, shared, ranks]
+    )
     state = [Fraction(round(x)) for x in starts[0]]
     before = 0
     for number in range(1, rounds + 1):
@@ -36,15 +38,15 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
         before = level
     # The positive part of a state is half of the sum of the state and its absolute value.
     slots = product(split.exact_X2[:, :shared], [2 * max(x, Fraction(0)) for x in state])
-    exact = [x + y for x, y in zip(known, slots, strict=True)]
+    exact = [x + y for x, y in zip(constant, slots, strict=True)]
     ways = [_rounded(split, exact, uncut, dithers) for dithers in rounding_dithers(ranks, shared).tolist()]
     # Take the first candidate whose hottest rank has the lowest load.
     later = product(split.later_MM, min(ways, key=lambda way: _hottest(split, way, first)))
     totals = list(accumulate(counts))
-    found = [totals[expert] for expert in split.expert_P.tolist()]
+    ends_P = [totals[expert] for expert in split.expert_P.tolist()]
     for place, expert, tokens in zip(split.position_M.tolist(), split.expert_M.tolist(), later, strict=True):
-        found[place] -= min(int(tokens), counts[expert])
-    return found
+        ends_P[place] -= min(int(tokens), counts[expert])
+    return ends_P
 
 
 def _cut(values: list[Fraction], lengths: list[int]) -> list[list[Fraction]]:

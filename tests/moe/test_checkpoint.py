@@ -15,7 +15,9 @@ from eplb_lab.layer.weights import ExpertTensors, ExpertWeights
 from tests.moe.cases import Case, alone, shared_of
 
 PREFIX = "model.layers.3.mlp.experts"
-E, H, I = 4, 6, 8  # noqa: E741
+E = 4
+H = 6
+I = 8  # noqa: E741
 LOGICAL_S = [2, 0, 2]
 FP8 = torch.float8_e4m3fn
 
@@ -37,7 +39,7 @@ def tensors(quantized: bool = False, tp_size: int = 1, fill: float = -1.0) -> Ex
 def checkpoint(quantized: bool) -> dict[str, torch.Tensor]:
     """Return random tensors for all experts, with a distinct value at every position."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    tensors_by_name = {}
     for expert in range(E):
         for projection in PROJECTIONS:
             shape = (H, I) if projection == "down_proj" else (I, H)
@@ -47,8 +49,10 @@ def checkpoint(quantized: bool) -> dict[str, torch.Tensor]:
                 int8, scale = reference.npu_dynamic_quant(weight)
                 offset = torch.zeros(shape[0], 1)
                 each |= {"weight": int8, "weight_scale": scale.unsqueeze(1), "weight_offset": offset}
-            found |= {f"{PREFIX}.{expert}.{projection}.{suffix}": tensor for suffix, tensor in each.items()}
-    return found
+            tensors_by_name |= {
+                f"{PREFIX}.{expert}.{projection}.{suffix}": tensor for suffix, tensor in each.items()
+            }
+    return tensors_by_name
 
 
 def loader(held: ExpertTensors, **more: Any) -> ExpertLoader:
@@ -59,20 +63,20 @@ def loader(held: ExpertTensors, **more: Any) -> ExpertLoader:
 @pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (0, 2), (1, 2)])
 def test_every_slot_gets_the_ranks_shard_of_its_expert(quantized: bool, tp_rank: int, tp_size: int):
     held = tensors(quantized, tp_size)
-    given = checkpoint(quantized)
+    tensors_by_name = checkpoint(quantized)
     loading = loader(held, tp_rank=tp_rank, tp_size=tp_size)
-    for name, tensor in reversed(given.items()):
+    for name, tensor in reversed(tensors_by_name.items()):
         assert loading.load(name, tensor) == LOGICAL_S.count(int(name.split(".")[-3]))
     loading.finish()
     for slot, expert in enumerate(LOGICAL_S):
         for suffix in ("weight", "bias", *(["weight_scale"] if quantized else [])):
-            gate, up, down = (given[f"{PREFIX}.{expert}.{name}.{suffix}"] for name in PROJECTIONS)
+            gate, up, down = (tensors_by_name[f"{PREFIX}.{expert}.{name}.{suffix}"] for name in PROJECTIONS)
             if suffix == "weight_scale":
                 gate, up, down = (each.squeeze(1) for each in (gate, up, down))
-            own = torch.cat([each.chunk(tp_size)[tp_rank] for each in (gate, up)])
-            assert torch.equal(getattr(held, f"w13_{suffix}")[slot], own)
-            own = down.chunk(tp_size, dim=1)[tp_rank] if suffix == "weight" else down
-            assert torch.equal(getattr(held, f"w2_{suffix}")[slot], own)
+            expected_shard = torch.cat([each.chunk(tp_size)[tp_rank] for each in (gate, up)])
+            assert torch.equal(getattr(held, f"w13_{suffix}")[slot], expected_shard)
+            expected_shard = down.chunk(tp_size, dim=1)[tp_rank] if suffix == "weight" else down
+            assert torch.equal(getattr(held, f"w2_{suffix}")[slot], expected_shard)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +141,8 @@ def test_a_layer_loaded_from_a_checkpoint_equals_one_built_directly(quantization
             loading.load(f"{PREFIX}.{expert}.{projection}.weight", tensor)
     loading.finish()
     loaded.process_after_load()
-    for theirs, ours in zip(built.expert_weights(), loaded.expert_weights(), strict=True):
-        assert torch.equal(theirs, ours)
+    for built_weight, loaded_weight in zip(built.expert_weights(), loaded.expert_weights(), strict=True):
+        assert torch.equal(built_weight, loaded_weight)
     assert torch.equal(loaded(*case.step(0)), built(*case.step(0)))
 
 
@@ -146,9 +150,9 @@ def test_a_layer_loaded_from_a_checkpoint_equals_one_built_directly(quantization
 def test_a_modelslim_checkpoint_is_used_without_conversion(dtype: torch.dtype):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(5,), hidden=H, intermediate=I, dtype=dtype)
     loaded = alone(case, experts=None, quantization="w8a8_dynamic")
-    given = checkpoint(quantized=True)
+    tensors_by_name = checkpoint(quantized=True)
     loading = ExpertLoader(loaded, E, range(E), PREFIX)
-    for name, tensor in given.items():
+    for name, tensor in tensors_by_name.items():
         if not name.endswith("bias"):
             loading.load(name, tensor)
     loading.finish()
@@ -157,7 +161,7 @@ def test_a_modelslim_checkpoint_is_used_without_conversion(dtype: torch.dtype):
 
     def scaled(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         names = (f"{PREFIX}.{expert}.{each}.weight" for each in PROJECTIONS)
-        gate, up, down = (given[name] * given[f"{name}_scale"] for name in names)
+        gate, up, down = (tensors_by_name[name] * tensors_by_name[f"{name}_scale"] for name in names)
         return torch.cat([gate, up]), down
 
     hidden_TH, ids_TK, weights_TK = case.step(0)

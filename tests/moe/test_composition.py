@@ -51,7 +51,8 @@ def test_only_a_single_choice_can_be_weighted_on_the_input():
 
 def test_mc2_rejects_an_expert_chosen_twice():
     case = Case("mc2", experts=4, slots=4, top_k=3, tokens=(3,))
-    layer, (hidden_TH, ids_TK, weights_TK) = alone(case, dispatcher=("mc2", "all2allv")), case.step(0)
+    layer = alone(case, dispatcher=("mc2", "all2allv"))
+    hidden_TH, ids_TK, weights_TK = case.step(0)
     ids_TK[1] = torch.tensor([3, 0, 3])
     with pytest.raises(ValueError, match=r"layer 3: MC2 requires distinct.* got \[3, 0, 3\] at token 1"):
         layer(hidden_TH, ids_TK, weights_TK)
@@ -162,7 +163,8 @@ def test_a_grouped_token_with_too_many_choices_on_a_rank_becomes_nan():
     def one_step(group: RankGroup) -> torch.Tensor:
         in_order_RS = np.arange(4, dtype=np.int32).reshape(2, 2)
         layer = layer_on(case, group, phy2log_RS=in_order_RS, log2phy_E=None, check_ids=False)
-        layer.log2phy[1], layer.log2phy[2] = 2, 1
+        layer.log2phy[1] = 2
+        layer.log2phy[2] = 1
         ids_TK = torch.tensor([[0, 2], [0, 3]])
         out_TH: torch.Tensor = layer(torch.ones(2, 8), ids_TK, torch.ones(2, 2))
         return out_TH

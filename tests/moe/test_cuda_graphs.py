@@ -123,10 +123,10 @@ def test_a_captured_split_uses_new_counts_and_placements(rank: int | None) -> No
 def test_the_split_is_bitwise_equal_on_the_cpu_and_a_gpu() -> None:
     generator = np.random.default_rng(1)
     placed_RS = random_placement(32, 9, 256, generator)
-    here, there = (StepwiseSplit(placed_RS, 256, where) for where in ("cpu", GPU))
+    on_cpu, on_gpu = (StepwiseSplit(placed_RS, 256, where) for where in ("cpu", GPU))
     for mean in (0.5, 4, 32, 1000):
         counts_E = torch.from_numpy(generator.poisson(mean * np.exp(generator.normal(0, 1, 256))))
-        assert torch.equal(there.ends(counts_E.to(GPU)).cpu(), here.ends(counts_E))
+        assert torch.equal(on_gpu.ends(counts_E.to(GPU)).cpu(), on_cpu.ends(counts_E))
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ class Inputs:
             (torch.rand(TOKENS, TOP_K, generator=generator) < 0.7).to(where),
         )
 
-    def overwrite(self, other: Inputs) -> None:
+    def overwrite(self, inputs: Inputs) -> None:
         for name, tensor in vars(self).items():
-            tensor.copy_(getattr(other, name))
+            tensor.copy_(getattr(inputs, name))
 
 
 def step_of(layer: ExpertParallelMoE, inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -238,13 +238,13 @@ def check_captured(way: Way, group: RankGroup | None = None) -> None:
         if step % 2:
             for layer in (live, twin):
                 move_experts(layer, step)
-        own = Inputs.of(step, "cpu", way.dtype)
-        inputs.overwrite(own)
+        cpu_inputs = Inputs.of(step, "cpu", way.dtype)
+        inputs.overwrite(cpu_inputs)
         replay()
-        expected_TH = step_of(twin, own)()
+        expected_TH = step_of(twin, cpu_inputs)()
         tolerance = 3e-2 if way.grouped else 2e-5
         torch.testing.assert_close(out_TH.cpu(), expected_TH, rtol=tolerance, atol=tolerance)
-        assert torch.equal(expected_TH.any(dim=1), own.active_TK.any(dim=1) | way.shared)
+        assert torch.equal(expected_TH.any(dim=1), cpu_inputs.active_TK.any(dim=1) | way.shared)
     for name in ("moe_load", "source_load", "load_counter"):
         assert torch.equal(getattr(live, name).cpu(), getattr(twin, name)), name
     assert int(live.load_counter) == STEPS
@@ -259,9 +259,9 @@ def test_a_captured_step_uses_new_tokens_weights_and_tables_and_counts_its_heat(
 
 
 def test_the_guard_detects_that_the_host_waits_for_the_device() -> None:
-    one = torch.ones(1, device=GPU)
+    device_value = torch.ones(1, device=GPU)
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
-        one.item()
+        device_value.item()
 
 
 def _over_nccl() -> None:

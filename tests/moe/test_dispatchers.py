@@ -38,17 +38,17 @@ def test_a_choice_without_a_row_adds_nothing_to_the_output():
 
 def test_each_row_is_used_once_if_fewer_rows_than_choices_are_returned():
     """The operator is documented to need one row per choice, so rows of zeros are appended."""
-    taken: list[list[int]] = []
+    used_rows: list[list[int]] = []
 
     def unpermute(rows_NH: torch.Tensor, row_N: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
-        taken.append(row_N.tolist())
+        used_rows.append(row_N.tolist())
         return reference.npu_moe_token_unpermute(rows_NH, row_N, probs_TK)
 
     operators: Any = SimpleNamespace(npu_moe_token_unpermute=unpermute)
     weights_TK = WEIGHTS_TK.masked_fill(LAST_ABSENT_TK, 0.0)
     reduce = WeightAndReduce(torch.tensor([2, 0, 1, 3], dtype=torch.int32), weights_TK)
     assert reduce(operators, ROWS_NH).tolist() == [[50.25, 100.5], [20.0, 40.0]]
-    assert sorted(taken[0]) == [0, 1, 2, 3]
+    assert sorted(used_rows[0]) == [0, 1, 2, 3]
 
 
 PATHS = [*((name, MC2Variant()) for name in DISPATCHER_NAMES), *(("mc2", each) for each in MC2_VARIANTS[1:])]
@@ -64,7 +64,9 @@ def test_values_in_padding_do_not_affect_any_output(dispatcher: str, variant: MC
         hidden_TH, ids_TK, weights_TK = case.step(group.rank)
         active_T = torch.arange(len(hidden_TH)) % 2 == group.rank
         clean_TH = layer(hidden_TH, ids_TK, weights_TK, active=active_T)
-        hidden_TH[~active_T], weights_TK[~active_T], ids_TK[~active_T] = torch.nan, torch.nan, -9
+        hidden_TH[~active_T] = torch.nan
+        weights_TK[~active_T] = torch.nan
+        ids_TK[~active_T] = -9
         return clean_TH, layer(hidden_TH, ids_TK, weights_TK, active=active_T)
 
     for clean_TH, found_TH in run_simulated(2, both):
@@ -91,10 +93,10 @@ def test_strided_views_are_accepted_from_ranks_with_few_tokens(dispatcher: str, 
     case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(tokens, 3))
 
     def strided(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        given = case.step(group.rank)
-        views = [each.repeat_interleave(2, dim=1)[:, ::2] for each in given]
+        inputs = case.step(group.rank)
+        views = [each.repeat_interleave(2, dim=1)[:, ::2] for each in inputs]
         assert tokens != 0 or group.rank or views[2].stride(-1) == 2
-        return layer_on(case, group)(*views), case.dense()(*given)
+        return layer_on(case, group)(*views), case.dense()(*inputs)
 
     for found_TH, expected_TH in run_simulated(2, strided):
         torch.testing.assert_close(found_TH, expected_TH)
@@ -126,15 +128,15 @@ def test_choices_of_an_expert_use_its_table_entries_in_turn(
     generator = torch.Generator().manual_seed(seed)
     table_ED = torch.randint(0, 99, (experts, width), generator=generator, dtype=torch.int32)
     first, second = ([min(expert, experts - 1) for expert in ids] for ids in (first, second))
-    one, two = (
+    first_request, second_request = (
         request_of(torch.tensor(ids, dtype=torch.int32).reshape(-1, 1), table_ED) for ids in (first, second)
     )
     turn: Counter[int] = Counter()
-    for request, ids in ((one, first), (two.after(one), second)):
-        wanted = [-7 if slot is None else slot for slot in by_hand(table_ED.tolist(), ids, turn)]
+    for request, ids in ((first_request, first), (second_request.after(first_request), second)):
+        expected_slots = [-7 if slot is None else slot for slot in by_hand(table_ED.tolist(), ids, turn)]
         physical_TK = request.physical(padding_id=-7)
         assert physical_TK.dtype == torch.int32
-        assert physical_TK.flatten().tolist() == wanted
+        assert physical_TK.flatten().tolist() == expected_slots
 
 
 def test_only_masked_choices_may_repeat_an_expert_in_the_batched_format():

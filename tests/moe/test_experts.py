@@ -104,10 +104,10 @@ def test_parts_of_tensor_parallel_ranks_add_up_to_the_whole(ranks: int, quantize
         shared = SharedExperts(4, part, reference, torch.float32, gate_H=gate_H, tp=tp, quantization=kind)
         return shared.start(hidden_TH)()
 
-    found = run_simulated(ranks, own)
-    assert all(torch.equal(found[0], other_TH) for other_TH in found)
+    outputs = run_simulated(ranks, own)
+    assert all(torch.equal(outputs[0], other_TH) for other_TH in outputs)
     tolerance = 3e-2 if quantized else 1e-6
-    assert float((found[0] - expected_TH).norm() / expected_TH.norm()) <= tolerance
+    assert float((outputs[0] - expected_TH).norm() / expected_TH.norm()) <= tolerance
 
 
 def test_shared_experts_whose_parts_differ_from_the_whole_are_rejected():
@@ -118,7 +118,7 @@ def test_shared_experts_whose_parts_differ_from_the_whole_are_rejected():
         SharedExperts(3, weights, reference, torch.float32, whole=lambda hidden_TH: whole(hidden_TH) + 1)
     SharedExperts(3, weights, reference, torch.float32, whole=whole)
     SharedExperts(3, weights, reference, torch.float32, whole=whole, quantization="w8a8")
-    for other, message in (
+    for wrong_whole, message in (
         (
             lambda hidden_TH: 2 * whole(hidden_TH),
             r"split shared experts differ from the unsplit ones by 0\.5",
@@ -127,7 +127,7 @@ def test_shared_experts_whose_parts_differ_from_the_whole_are_rejected():
         (lambda hidden_TH: whole(hidden_TH)[:, :4], r"return shape \[8, 4\] when run whole"),
     ):
         with pytest.raises(ValueError, match=f"layer 3: .*{message}"):
-            shared.verify(other)
+            shared.verify(wrong_whole)
 
 
 def test_shared_expert_weights_of_the_wrong_shape_are_rejected():

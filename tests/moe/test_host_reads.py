@@ -63,7 +63,8 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exempt an operator or exchange from the check, because on a device it is a single call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        watched, _here.watched = getattr(_here, "watched", False), False
+        watched = getattr(_here, "watched", False)
+        _here.watched = False
         try:
             with torch.utils._python_dispatch._disable_current_modes():
                 return function(*args, **kwargs)

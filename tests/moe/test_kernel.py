@@ -67,10 +67,10 @@ def test_other_work_runs_while_tokens_are_in_transit():
 
         def received() -> Any:
             beside.events.append(f"{name} received")
-            here = receive()
+            result = receive()
             if name == "combine":
-                return here
-            return dataclasses.replace(here, combine=partial(recorded, "combine", here.combine))
+                return result
+            return dataclasses.replace(result, combine=partial(recorded, "combine", result.combine))
 
         return received
 

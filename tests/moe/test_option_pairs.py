@@ -46,16 +46,16 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
 
     results = run_simulated(case.ranks, one_step)
     steps = [step_of(case, row, rank) for rank in range(case.ranks)]
-    found = torch.cat([out_TH.float() for out_TH, _, _ in results])
-    wanted = torch.cat([expected(case, row, step) for step in steps])
+    outputs_TH = torch.cat([out_TH.float() for out_TH, _, _ in results])
+    expected_TH = torch.cat([expected(case, row, step) for step in steps])
     tolerance = TOLERANCE[case.dtype] + (QUANTIZED if case.quantized else 0.0)
-    assert (found - wanted).norm() <= tolerance * wanted.norm(), row
+    assert (outputs_TH - expected_TH).norm() <= tolerance * expected_TH.norm(), row
     for (out_TH, _, _), step in zip(results, steps, strict=True):
         assert not out_TH[~step.real_T].any(), row
 
     chosen = sources(case, row, steps)
-    for own, (_, _, source) in zip(chosen, results, strict=True):
-        assert source == torch.bincount(torch.cat(own), minlength=case.experts).tolist(), row
+    for rank_choices, (_, _, source) in zip(chosen, results, strict=True):
+        assert source == torch.bincount(torch.cat(rank_choices), minlength=case.experts).tolist(), row
     received_RS = np.array([received for _, received, _ in results])
     if row["split"] == "step":
         check_split(case, received_RS, chosen)
@@ -67,7 +67,7 @@ def check_dealing(
     case: Case, row: Row, received_RS: np.ndarray, steps: list[Step], chosen: list[list[torch.Tensor]]
 ) -> None:
     """Check that each choice arrives in the slot given by its source's table, in micro-batch order."""
-    by_source = [torch.cat(own) for own in chosen]
+    by_source = [torch.cat(rank_choices) for rank_choices in chosen]
     if case.dispatcher in SHARED_TOKEN_DISPATCHERS:
         # All ranks together form one source, and micro-batches follow one another. Some ranks have the same tokens.
         parts = [
@@ -88,8 +88,8 @@ def check_split(case: Case, received_RS: np.ndarray, chosen: list[list[torch.Ten
     counts_BE = np.array([torch.bincount(ids, minlength=case.experts).numpy() for ids in by_batch])
     received_E = np.bincount(placement_RS.ravel(), received_RS.ravel(), minlength=case.experts)
     np.testing.assert_array_equal(received_E, counts_BE.sum(axis=0))
-    most = sum(optimum(placement_RS, counts_E.astype(float)) + 1 + 1e-6 for counts_E in counts_BE)
-    assert received_RS.sum(axis=1).max() <= most
+    load_limit = sum(optimum(placement_RS, counts_E.astype(float)) + 1 + 1e-6 for counts_E in counts_BE)
+    assert received_RS.sum(axis=1).max() <= load_limit
 
 
 def test_the_table_has_every_allowed_pair_of_options():

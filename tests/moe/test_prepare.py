@@ -50,7 +50,7 @@ def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[floa
 @settings(max_examples=20, deadline=None)
 def test_gathering_gives_every_rank_all_tokens(counts: list[int], kind: str):
     results = run_simulated(8, lambda ep: gathered_over(ep, counts, kind))
-    assert all(one == other for one, other in pairwise(results))
+    assert all(values == next_values for values, next_values in pairwise(results))
     expected = {
         "data-parallel": [tokens_of(group, count) for group, count in enumerate(counts)],
         "context-parallel": [

@@ -19,8 +19,8 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(rows, 3, 2, generator=generator) * 9).to(dtype)
 
 
-def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
-    """Gather over gloo, using the backend's own gather (as on a device) if ``own`` is set."""
+def gathered(ranks: int, rows: int, by_backend: bool) -> list[torch.Tensor] | None:
+    """Gather over gloo, using the backend's own gather (as on a device) if ``by_backend`` is set."""
     process_group = ep_group(ranks)
     if process_group is None or dist.get_rank() >= ranks:
         return None
@@ -28,32 +28,34 @@ def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
     exchanges = []
     all_to_all = group.all_to_all
     group.all_to_all = lambda *args: exchanges.append(args) or all_to_all(*args)  # type: ignore[method-assign]
-    group._gathers = lambda device: own  # type: ignore[method-assign]
-    found = [group.all_gather(rows_of(group.rank, rows, dtype).transpose(1, 2)) for dtype in DTYPES]
-    assert len(exchanges) == (0 if own else len(DTYPES))
-    return found
+    group._gathers = lambda device: by_backend  # type: ignore[method-assign]
+    rows_by_dtype = [group.all_gather(rows_of(group.rank, rows, dtype).transpose(1, 2)) for dtype in DTYPES]
+    assert len(exchanges) == (0 if by_backend else len(DTYPES))
+    return rows_by_dtype
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_a_gather_by_the_backend_equals_a_gather_by_exchanges(eight_ranks: Ranks, ranks: int, rows: int):
-    for own in (False, True):
-        for found in eight_ranks.run(gathered, ranks, rows, own)[:ranks]:
-            assert found is not None
-            for rows_NX, dtype in zip(found, DTYPES, strict=True):
+    for by_backend in (False, True):
+        for rows_by_dtype in eight_ranks.run(gathered, ranks, rows, by_backend)[:ranks]:
+            assert rows_by_dtype is not None
+            for rows_NX, dtype in zip(rows_by_dtype, DTYPES, strict=True):
                 wanted_NX = torch.cat([rows_of(rank, rows, dtype).transpose(1, 2) for rank in range(ranks)])
                 assert torch.equal(rows_NX, wanted_NX)
 
 
 def neighbours() -> list[list[int]]:
     """Return the ranks in this rank's data-parallel and tensor-parallel groups when four ranks share tokens."""
-    own = torch.tensor([dist.get_rank()])
-    return [group.all_gather(own).tolist() for group in RankGroup(ep_group(8)).grid(4)]
+    own_rank = torch.tensor([dist.get_rank()])
+    return [group.all_gather(own_rank).tolist() for group in RankGroup(ep_group(8)).grid(4)]
 
 
 def test_consecutive_ranks_share_tokens(eight_ranks: Ranks):
-    wanted = [[[rank % 4, 4 + rank % 4], [*range(rank - rank % 4, rank - rank % 4 + 4)]] for rank in range(8)]
-    assert eight_ranks.run(neighbours) == wanted
+    expected_neighbours = [
+        [[rank % 4, 4 + rank % 4], [*range(rank - rank % 4, rank - rank % 4 + 4)]] for rank in range(8)
+    ]
+    assert eight_ranks.run(neighbours) == expected_neighbours
     with pytest.raises(ValueError, match="1 ranks cannot be split evenly into tensor-parallel groups of 2"):
         RankGroup(None).grid(2)
 

@@ -29,11 +29,11 @@ def made(case: Case, group: RankGroup, **more: object):
 )
 def test_a_layer_regrouped_to_more_or_fewer_ranks_equals_a_new_one(tokens, slots, split, quantized):
     first = replace(CASE, quantized=quantized, biased=not quantized)
-    other = replace(first, tokens=tokens, slots=slots)
+    new_case = replace(first, tokens=tokens, slots=slots)
     options = LayerOptions(split=split)
     width = 1 if split == "step" else 2
     old = Exchange(first.ranks)
-    new = Exchange(other.ranks)
+    new = Exchange(new_case.ranks)
 
     def steps(all_ranks: RankGroup) -> None:
         rank = all_ranks.rank
@@ -42,33 +42,33 @@ def test_a_layer_regrouped_to_more_or_fewer_ranks_equals_a_new_one(tokens, slots
         before, start = (first, SimulatedGroup(old, rank)) if rank < first.ranks else (alone, RankGroup(None))
         layer = made(before, start, dealing_width=width, options=options)
         layer(*before.step(start.rank))
-        if rank >= other.ranks:
+        if rank >= new_case.ranks:
             return
         group = SimulatedGroup(new, rank, "other")
-        wanted = made(other, group, dealing_width=width, options=options)
-        experts = seeded_experts(other.shape, other.seed)
-        layer.regroup(group, other.placement(), experts, biases=other.biases)
-        assert (layer.ep_rank, layer.ep_size) == (rank, other.ranks)
-        assert list(layer.state_dict()) == list(wanted.state_dict())
+        new_layer = made(new_case, group, dealing_width=width, options=options)
+        experts = seeded_experts(new_case.shape, new_case.seed)
+        layer.regroup(group, new_case.placement(), experts, biases=new_case.biases)
+        assert (layer.ep_rank, layer.ep_size) == (rank, new_case.ranks)
+        assert list(layer.state_dict()) == list(new_layer.state_dict())
         for name in TABLES:
-            assert torch.equal(getattr(layer, name), getattr(wanted, name)), name
-        for mine, theirs in zip(layer.expert_weights(), wanted.expert_weights(), strict=True):
-            assert torch.equal(mine, theirs)
-        tokens_TH = other.step(rank)
+            assert torch.equal(getattr(layer, name), getattr(new_layer, name)), name
+        for weight, new_weight in zip(layer.expert_weights(), new_layer.expert_weights(), strict=True):
+            assert torch.equal(weight, new_weight)
+        tokens_TH = new_case.step(rank)
         out_TH = layer(*tokens_TH)
-        expected_TH = wanted(*tokens_TH)
+        expected_TH = new_layer(*tokens_TH)
         torch.testing.assert_close(out_TH, expected_TH)
         assert int(layer.load_counter) == 1
-        assert torch.equal(layer.moe_load, wanted.moe_load)
+        assert torch.equal(layer.moe_load, new_layer.moe_load)
 
-    run_simulated(max(first.ranks, other.ranks), steps)
+    run_simulated(max(first.ranks, new_case.ranks), steps)
 
 
 ALONE = replace(CASE, experts=4, tokens=(3,))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"phy2log_RS": np.zeros((2, 2), dtype=np.int32)}, "phy2log must have shape"),
         ({"biases": None}, "pass biases if, and only if, the layer has biases"),
@@ -76,25 +76,25 @@ ALONE = replace(CASE, experts=4, tokens=(3,))
         ({"options": LayerOptions(split="dice")}, "got 'dice'"),
     ],
 )
-def test_a_rejected_regroup_leaves_the_layer_unchanged(change, said):
+def test_a_rejected_regroup_leaves_the_layer_unchanged(change, message):
     layer = made(ALONE, RankGroup(None))
     before = layer(*ALONE.step(0))
     tables = layer.log2phy.data_ptr()
-    given = {
+    arguments = {
         "phy2log_RS": ALONE.placement(),
         "experts": seeded_experts(ALONE.shape, ALONE.seed),
         "biases": ALONE.biases,
     }
-    with pytest.raises(ValueError, match=said):
-        layer.regroup(None, **given | change)
+    with pytest.raises(ValueError, match=message):
+        layer.regroup(None, **arguments | change)
     assert torch.equal(layer(*ALONE.step(0)), before)
     assert layer.log2phy.data_ptr() == tables
 
 
 def test_process_groups_of_the_old_ranks_are_rejected():
     layer = made(ALONE, RankGroup(None), options=LayerOptions(tp_group=RankGroup(None)))
-    given = ALONE.placement(), seeded_experts(ALONE.shape, ALONE.seed)
+    arguments = ALONE.placement(), seeded_experts(ALONE.shape, ALONE.seed)
     with pytest.raises(ValueError, match="layer 3: tp_group and dp_groups belong to the old group"):
-        layer.regroup(None, *given, biases=ALONE.biases)
-    layer.regroup(None, *given, biases=ALONE.biases, options=LayerOptions())
+        layer.regroup(None, *arguments, biases=ALONE.biases)
+    layer.regroup(None, *arguments, biases=ALONE.biases, options=LayerOptions())
     torch.testing.assert_close(layer(*ALONE.step(0)), made(ALONE, RankGroup(None))(*ALONE.step(0)))

@@ -41,16 +41,16 @@ def twin(router: Router, logits: list[float]) -> dict[int, float]:
     else:
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
     bias = [0.0] * len(scores) if router.correction_bias_E is None else router.correction_bias_E.tolist()
-    wanted = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    biased_scores = [score + extra for score, extra in zip(scores, bias, strict=True)]
     size = len(scores) // router.groups
     judged = 1 if router.correction_bias_E is None else 2
 
     def merit(group: int) -> float:
-        return sum(sorted(wanted[group * size : (group + 1) * size])[-judged:])
+        return sum(sorted(biased_scores[group * size : (group + 1) * size])[-judged:])
 
     best = sorted(range(router.groups), key=merit)[-router.top_groups :]
     eligible = [expert for expert in range(len(scores)) if expert // size in best]
-    chosen = sorted(eligible, key=lambda expert: wanted[expert])[-router.top_k :]
+    chosen = sorted(eligible, key=lambda expert: biased_scores[expert])[-router.top_k :]
     total = sum(scores[expert] for expert in chosen) if router.renormalise else 1.0
     return {expert: scores[expert] / total * router.scaling_factor for expert in chosen}
 
@@ -101,7 +101,7 @@ def test_grouped_routing_chooses_the_best_experts_of_every_group(groups: int, sh
             sorted(range(group * size, (group + 1) * size), key=lambda e: -logits_E[e])[:share]
             for group in range(groups)
         ]
-        wanted = sorted(itertools.chain(*best), key=lambda e: -logits_E[e])
-        assert ids_K == wanted
-        total = sum(math.exp(logits_E[e]) for e in wanted)
-        assert weights_K == pytest.approx([2 * math.exp(logits_E[e]) / total for e in wanted], rel=1e-5)
+        expected_ids = sorted(itertools.chain(*best), key=lambda e: -logits_E[e])
+        assert ids_K == expected_ids
+        total = sum(math.exp(logits_E[e]) for e in expected_ids)
+        assert weights_K == pytest.approx([2 * math.exp(logits_E[e]) / total for e in expected_ids], rel=1e-5)

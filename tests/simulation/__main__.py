@@ -1,7 +1,7 @@
 """Simulate agents, their engine and the service under randomly drawn faults.
 
 ``python -m tests.simulation --seed 7`` replays one run and prints its log. ``--seeds 500`` runs many seeds and lists
-those that violate a guarantee.
+the ones that violate a guarantee.
 """
 
 from __future__ import annotations

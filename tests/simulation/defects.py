@@ -76,19 +76,19 @@ DEFECTS: dict[str, Defect] = {
         AgentGroup, "_has_installed", _presuming_installs, (LONE_OUTCOME,)
     ),
     "commits confirmed at any pass": Defect(
-        Voter, "count", lambda count: lambda one, step, _: count(one, step, lambda: one.due), _BY_CALLS
+        Voter, "count", lambda count: lambda voter, step, _: count(voter, step, lambda: voter.due), _BY_CALLS
     ),
     "only late ranks confirm": Defect(
-        Voter, "_all_are_at", lambda at: lambda one, now: now == one.due or at(one, now), _BY_CALLS
+        Voter, "_all_are_at", lambda at: lambda voter, now: now == voter.due or at(voter, now), _BY_CALLS
     ),
     "a flipped bit is not detected": Defect(
         transfer, "checksum", lambda _: lambda tensors: 0, ("flipped bits",)
     ),
     "lost votes never restart": Defect(
-        VoteSchedule, "lost", lambda _: lambda one, *_: setattr(one, "voter", None), _UNHEARD, True
+        VoteSchedule, "lost", lambda _: lambda schedule, *_: setattr(schedule, "voter", None), _UNHEARD, True
     ),
     "an error halts the ranks permanently": Defect(
-        SwitchDriver, "stumble", lambda _: lambda one, _: one.votes.leave(), ("exception",), True
+        SwitchDriver, "stumble", lambda _: lambda driver, _: driver.votes.leave(), ("exception",), True
     ),
     "a failed attempt counts as a success": Defect(Reformation, "_attempt", _never_withdrawn, _APART, True),
 }

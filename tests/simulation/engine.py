@@ -33,7 +33,9 @@ class Engine:
     """Engine whose ranks meet, serve, and end together. ``number`` is the number of its current life."""
 
     def __init__(self, world: Any, number: int) -> None:
-        self.scheduler, self.network, self.shapes = world.scheduler, world.network, world.shapes
+        self.scheduler = world.scheduler
+        self.network = world.network
+        self.shapes = world.shapes
         self.number = number
         self._world = world
         self.fatal: dict[int, str] = {}
@@ -48,12 +50,13 @@ class Engine:
         self.model = Model(self.ranks, self.shapes, world.breach, world.stride)
         self.drift(world.drawn_heat())
         peers = [SimulatedPeers("127.0.0.1", process) for process in self.ranks]
-        addresses = [one.address for one in peers]
+        addresses = [peer.address for peer in peers]
         patience = world.settings["peer_timeout_seconds"]
         self._settings = SimulatedSettings(deployment=DEPLOYMENT, service="127.0.0.1:1", **world.settings)
         for rank, process in enumerate(self.ranks):
             group = SimulatedGroup(peers[rank], _SECRET, rank, addresses, patience)
-            group.network, group.formation = self.network, f"engine {number}"
+            group.network = self.network
+            group.formation = f"engine {number}"
             process.spawn("model", lambda rank=rank, group=group: self._serve(rank, group))
 
     @property
@@ -82,7 +85,9 @@ class Engine:
         counter = self.counters[rank] = torch.tensor(_WARM_PASSES)
         memory_LX = torch.zeros(shapes.layers, 2 * shapes.slots + shapes.experts // 2, dtype=torch.int64)
         memory = enumerate(memory_LX)
-        self.layers[rank] = [SimulatedLayer(rank, *one, shapes.placement, counter) for one in memory]
+        self.layers[rank] = [
+            SimulatedLayer(rank, layer, memory_X, shapes.placement, counter) for layer, memory_X in memory
+        ]
         self._heat_up(rank)
         try:
             agent = self._agent(rank, group, self.layers[rank])
@@ -90,7 +95,8 @@ class Engine:
             self._end(rank, f"could not meet: {error}")
             return
         # The host's queued work is complete once the simulated device has run it.
-        exact, agent._clock.at_rest = agent._clock.exact, partial(self.model.at_rest, rank)
+        exact = agent._clock.exact
+        agent._clock.at_rest = partial(self.model.at_rest, rank)
         agent._clock.exact = lambda: exact() if self.model.at_rest(rank) else 0
         agent._timer = StepTimer(lambda: int(1e9 * scheduler.now))
         self.agents[rank] = agent

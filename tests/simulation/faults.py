@@ -98,8 +98,8 @@ class Faults:
         late = world.random.choice((0.4, 1.5, 3.0))
 
         def begin() -> None:
-            for other in world.engine.ranks:
-                world.network.end_links(victim.name, other.name, seconds)
+            for rank in world.engine.ranks:
+                world.network.end_links(victim.name, rank.name, seconds)
             world.network.rejected = 1.0
             world.later(seconds, lambda: setattr(world.network, "rejected", 0.0))
             victim.freeze(late, "model")
@@ -118,13 +118,13 @@ class Faults:
 
         def begin(first: str) -> None:
             victim = world.random.choice([rank for rank in world.engine.ranks if rank.name != first])
-            others = [rank.name for rank in world.engine.ranks if rank is not victim]
-            for other in others:
-                network.end_links(victim.name, other, seconds)
+            peer_names = [rank.name for rank in world.engine.ranks if rank is not victim]
+            for peer_name in peer_names:
+                network.end_links(victim.name, peer_name, seconds)
             network.rejected = 1.0
             world.later(seconds, lambda: setattr(network, "rejected", 0.0))
             victim.freeze(1.5, "model")
-            network.aimed.append(lambda: world.later(0.01, lambda: network.cut(*others[:2], 0.5)))
+            network.aimed.append(lambda: world.later(0.01, lambda: network.cut(*peer_names[:2], 0.5)))
 
         network.aimed_at_first.append(begin)
         return f"for {seconds} s"
@@ -148,9 +148,9 @@ class Faults:
         rank = world.rank()
         seconds = world.random.choice((1.0, 4.0, 8.0))
         world.engine.ranks[rank].freeze(seconds, "eplb-transfer")
-        other = world.engine.ranks[(rank + 1) % world.shapes.ranks]
-        other.failing["eplb-transfer"] = world.random.randint(1, 6), MemoryError
-        return f"the transfer on rank {rank} ends {seconds} s late, and {other.name} aborts"
+        aborting_process = world.engine.ranks[(rank + 1) % world.shapes.ranks]
+        aborting_process.failing["eplb-transfer"] = world.random.randint(1, 6), MemoryError
+        return f"the transfer on rank {rank} ends {seconds} s late, and {aborting_process.name} aborts"
 
     def exception_anywhere(world: Any) -> str:
         """Raise an error between any two lines of agent code that a rank's model thread runs."""

@@ -63,7 +63,8 @@ class Model:
     def __init__(
         self, processes: list[Process], shapes: Any, breach: Callable[[str], None], stride: Callable[[], int]
     ) -> None:
-        self.placement, self.seconds = shapes.placement, shapes.pass_seconds
+        self.placement = shapes.placement
+        self.seconds = shapes.pass_seconds
         # Ranks with an odd number run further ahead, unless all hosts wait for each pass.
         self.ahead = [shapes.ahead + rank % 2 * (shapes.ahead - 1) for rank in range(len(processes))]
         self.queued = [0] * len(processes)
@@ -112,9 +113,9 @@ class Model:
         memory_RLX = np.frombuffer(b"".join(served), np.int64).reshape(ranks, layers, -1)
         for layer, memory_RX in enumerate(memory_RLX.swapaxes(0, 1)):
             held = memory_RX[:, : 2 * slots].reshape(-1, 2)
-            wanted = 1000 * layer + np.arange(self.placement.experts)[:, None]
+            expected_E1 = 1000 * layer + np.arange(self.placement.experts)[:, None]
             for rank, routes in enumerate(memory_RX[:, 2 * slots :].copy().view(np.int32)):
-                wrong = np.flatnonzero((held[routes] != wanted).any(axis=1))
+                wrong = np.flatnonzero((held[routes] != expected_E1).any(axis=1))
                 if wrong.size:
                     self._breach(
                         f"WRONG TOKENS in pass {self.passes}: layer {layer}, rank {rank} sends the tokens of "

@@ -52,14 +52,14 @@ class Network:
     def latency(self) -> float:
         return self.scheduler.random.uniform(*_LATENCY)
 
-    def cut(self, one: str, other: str, seconds: float) -> None:
+    def cut(self, name: str, other_name: str, seconds: float) -> None:
         """Block all traffic between two processes for ``seconds``. Links between them break."""
-        self._cut[frozenset((one, other))] = self.scheduler.now + seconds
+        self._cut[frozenset((name, other_name))] = self.scheduler.now + seconds
         for mesh in self.meshes.values():
-            mesh.cut(one, other)
+            mesh.cut(name, other_name)
 
-    def is_cut(self, one: str, other: str) -> bool:
-        return self._cut.get(frozenset((one, other)), 0.0) > self.scheduler.now
+    def is_cut(self, name: str, other_name: str) -> bool:
+        return self._cut.get(frozenset((name, other_name)), 0.0) > self.scheduler.now
 
     def was_silent(self, name: str, seconds: float) -> bool:
         """Return True if all datagrams between this process and some other process were once lost for ``seconds``."""
@@ -71,22 +71,28 @@ class Network:
         silence = self.scheduler.now - self._silent[pair]
         self._longest_silence[pair] = max(silence, self._longest_silence.get(pair, 0.0))
 
-    def end_links(self, one: str, other: str, seconds: float) -> None:
+    def end_links(self, name: str, other_name: str, seconds: float) -> None:
         """Close the presence links between two processes and reject new ones for ``seconds``.
 
         Other traffic is unaffected.
         """
-        self._links_end[frozenset((one, other))] = self.scheduler.now + seconds
+        self._links_end[frozenset((name, other_name))] = self.scheduler.now + seconds
 
-    def links_ended(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+    def links_ended(self, address: tuple[str, int], other_address: tuple[str, int]) -> bool:
         """Return True if the presence link between two addresses has closed and has not been reopened."""
-        pair = frozenset(self.sockets[each].process.name for each in (one, other) if each in self.sockets)
+        pair = frozenset(
+            self.sockets[each].process.name for each in (address, other_address) if each in self.sockets
+        )
         return self._links_end.get(pair, 0.0) > self.scheduler.now
 
-    def links_carry(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+    def links_carry(self, address: tuple[str, int], other_address: tuple[str, int]) -> bool:
         """Return True if two processes can exchange messages now: both run, and the path is not cut."""
-        ends = [self.sockets[each].process for each in (one, other) if each in self.sockets]
-        if len(ends) < 2 or self.links_ended(one, other) or self.is_cut(*(end.name for end in ends)):
+        ends = [self.sockets[each].process for each in (address, other_address) if each in self.sockets]
+        if (
+            len(ends) < 2
+            or self.links_ended(address, other_address)
+            or self.is_cut(*(end.name for end in ends))
+        ):
             return False
         return all(end.alive and end.frozen_until <= self.scheduler.now for end in ends)
 
@@ -100,14 +106,14 @@ class Network:
 
     def send(self, sender: Socket, target: tuple[str, int], data: bytes) -> None:
         scheduler = self.scheduler
-        there = self.sockets.get(target)
+        receiver = self.sockets.get(target)
         draw = scheduler.random.random
-        rejected = there is None or (self.rejected and draw() < self.rejected)
+        rejected = receiver is None or (self.rejected and draw() < self.rejected)
         if rejected:
             scheduler.at(scheduler.now + self.latency(), sender.refuse)
-        if there is None:
+        if receiver is None:
             return
-        pair = frozenset((sender.process.name, there.process.name))
+        pair = frozenset((sender.process.name, receiver.process.name))
         if rejected or self.is_cut(*pair) or (self.lost and draw() < self.lost):
             self._silent.setdefault(pair, scheduler.now)
             return
@@ -119,10 +125,10 @@ class Network:
             delay = self.latency()
             if self.late and draw() < self.late:
                 delay += scheduler.random.expovariate(1.0)
-            scheduler.at(scheduler.now + delay, lambda: there.deliver(data, sender.address))
+            scheduler.at(scheduler.now + delay, lambda: receiver.deliver(data, sender.address))
         if self.replayed and draw() < self.replayed:
             again = scheduler.now + scheduler.random.uniform(3.0, 20.0)
-            scheduler.at(again, lambda: there.deliver(data, sender.address))
+            scheduler.at(again, lambda: receiver.deliver(data, sender.address))
 
 
 class Socket:
@@ -163,8 +169,8 @@ class Socket:
         return self.recvfrom(size)[0]
 
     def recvfrom(self, _: int) -> tuple[bytes, tuple[str, int]]:
-        there = lambda: bool(self._arrived) or self._refused or self._closed  # noqa: E731
-        if not self._changed.wait_for(there, self._timeout):
+        is_readable = lambda: bool(self._arrived) or self._refused or self._closed  # noqa: E731
+        if not self._changed.wait_for(is_readable, self._timeout):
             raise TimeoutError("timed out")
         if self._closed:
             raise OSError("the socket is closed")
@@ -239,10 +245,12 @@ class Mesh:
             self._break({rank})
             self.network.meshes.pop(self.name, None) if len(self.broken_at) == self.size else None
 
-    def cut(self, one: str, other: str) -> None:
+    def cut(self, name: str, other_name: str) -> None:
         names = {process.name for process, _ in self.handles.values()}
-        if one in names and other in names and len(self.handles) == self.size:
-            self._break({rank for rank, (process, _) in self.handles.items() if process.name in (one, other)})
+        if name in names and other_name in names and len(self.handles) == self.size:
+            self._break(
+                {rank for rank, (process, _) in self.handles.items() if process.name in (name, other_name)}
+            )
 
     def reduce(self, work: Work, number: int, values: list[int]) -> None:
         """Record one rank's contribution to an all-reduce.
@@ -275,12 +283,12 @@ class Mesh:
     def pass_on(self, work: Work, pair: tuple[int, int], tensor: torch.Tensor, *, sent: bool) -> Work:
         """Match a rank's sends to its peer's receives, in order."""
         self._begin(work)
-        ours, theirs = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
-        others = theirs.setdefault(pair, deque())
-        if not others:
-            ours.setdefault(pair, deque()).append((work, tensor))
+        own_side, peer_side = (self._parcels, self._wanted) if sent else (self._wanted, self._parcels)
+        peer_queue = peer_side.setdefault(pair, deque())
+        if not peer_queue:
+            own_side.setdefault(pair, deque()).append((work, tensor))
             return work
-        other, matched = others.popleft()
+        peer_work, matched = peer_queue.popleft()
         data, target = (tensor, matched) if sent else (matched, tensor)
         if data.numel() != target.numel():
             self.network.breaches.append(
@@ -292,20 +300,25 @@ class Mesh:
         due = scheduler.now + self.network.latency() + data.numel() / _BYTES_PER_SECOND
 
         def arrive() -> None:
-            if not work.is_completed() and not other.is_completed():
+            if not work.is_completed() and not peer_work.is_completed():
                 target.copy_(data)
                 if self.network.flipped and scheduler.random.random() < self.network.flipped:
                     target[scheduler.random.randrange(target.numel())] ^= 1
                     scheduler.note(self.name, "a bit flips")
             work.finish(None)
-            other.finish(None)
+            peer_work.finish(None)
 
         scheduler.at(due, arrive)
         return work
 
     def _apart(self) -> bool:
         names = sorted(process.name for process, _ in self.handles.values())
-        return any(self.network.is_cut(one, other) for one in names for other in names if one < other)
+        return any(
+            self.network.is_cut(name, other_name)
+            for name in names
+            for other_name in names
+            if name < other_name
+        )
 
     def _begin(self, work: Work) -> None:
         if work.rank in self.broken_at:
@@ -417,7 +430,8 @@ class SimulatedLinks:
         network.links[address] = self
 
     def open(self, rank: int, addresses: Any, proof: Any, hear: Callable[[bytes], bytes | None]) -> None:
-        self._addresses, self.hear = list(addresses), hear
+        self._addresses = list(addresses)
+        self.hear = hear
 
     def missing(self) -> list[int]:
         return []
@@ -430,20 +444,24 @@ class SimulatedLinks:
 
         A link cannot be reopened if a firewall blocks it or the process is gone.
         """
-        there = self._addresses[rank]
-        return there not in self._network.sockets or self._network.links_ended(self._address, there)
+        peer_address = self._addresses[rank]
+        return peer_address not in self._network.sockets or self._network.links_ended(
+            self._address, peer_address
+        )
 
     def close(self) -> None:
         self._network.links.pop(self._address, None)
 
-    def _carry(self, there: tuple[str, int], message: bytes, hear_reply: Callable[[bytes], Any]) -> None:
+    def _carry(
+        self, peer_address: tuple[str, int], message: bytes, hear_reply: Callable[[bytes], Any]
+    ) -> None:
         network = self._network
 
         def arrive() -> None:
-            other = network.links.get(there)
-            if other is None or not network.links_carry(self._address, there):
+            peer_links = network.links.get(peer_address)
+            if peer_links is None or not network.links_carry(self._address, peer_address):
                 return
-            reply = other.hear(message)
+            reply = peer_links.hear(message)
             if reply is not None:
                 network.scheduler.at(network.scheduler.now + network.latency(), lambda: hear_reply(reply))
 

@@ -37,7 +37,7 @@ class Scheduler:
     def at(self, moment: float, call: Callable[[], None]) -> None:
         """Schedule a call at ``moment``.
 
-        Calls at the same moment are made in the order in which they were scheduled.
+        If several calls are due at the same moment, they are made in the order of scheduling.
         """
         self._number += 1
         heapq.heappush(self._heap, (moment, self._number, call))
@@ -154,8 +154,10 @@ class Process:
         self.threads: list[Thread] = []
         self.on_end: list[Callable[[], None]] = []
         self._began = scheduler.now
-        self.event, self.condition = partial(Event, self), partial(Condition, self)
-        self.queue, self.later = partial(Queue, self), partial(Timer, self)
+        self.event = partial(Event, self)
+        self.condition = partial(Condition, self)
+        self.queue = partial(Queue, self)
+        self.later = partial(Timer, self)
         self.datagrams = lambda family: self.network.socket(self)
 
     def freeze(self, seconds: float, thread: str | None = None) -> None:
@@ -264,9 +266,9 @@ class Condition:
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         end = None if timeout is None else self._process.now() + timeout
-        while not (found := predicate()) and (end is None or self._process.now() < end):
+        while not (result := predicate()) and (end is None or self._process.now() < end):
             self.wait(None if end is None else end - self._process.now())
-        return found
+        return result
 
 
 class Queue:

@@ -67,7 +67,8 @@ class Loop(asyncio.BaseEventLoop):
 
     def __init__(self, process: Process) -> None:
         super().__init__()
-        self._process, self._scheduler = process, process.scheduler
+        self._process = process
+        self._scheduler = process.scheduler
         self._selector = SimpleNamespace(select=lambda _: ())
         self._due = False
         numbers = itertools.count()
@@ -197,8 +198,8 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
         done = _done(function, *arguments)
         answer = Future[Any]()
         give = answer.set_exception if done.exception() else answer.set_result
-        given: Any = done.exception() or done.result()
-        scheduler.at(scheduler.now + scheduler.random.uniform(0.01, 0.3), lambda: give(given))
+        outcome: Any = done.exception() or done.result()
+        scheduler.at(scheduler.now + scheduler.random.uniform(0.01, 0.3), lambda: give(outcome))
         return answer
 
     def failed(event: str, **facts: Any) -> None:
@@ -210,9 +211,9 @@ def simulated(scheduler: Scheduler, disk: Disk, breach: Callable[[str], None]) -
     )
     with contextlib.ExitStack() as stack:
         for module in _MODULES:
-            for name, other in (("time", clock), ("_log", quiet)):
+            for name, replacement in (("time", clock), ("_log", quiet)):
                 if hasattr(module, name):
-                    stack.enter_context(patch.object(module, name, other))
+                    stack.enter_context(patch.object(module, name, replacement))
         secrets = SimpleNamespace(randbits=scheduler.random.getrandbits)
         stack.enter_context(patch.object(store, "secrets", secrets))
         stack.enter_context(patch.object(store_file, "connect", lambda _: (disk.file, "")))

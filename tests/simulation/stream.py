@@ -25,7 +25,7 @@ class Lost(grpc.RpcError):
 
 
 class SimulatedSettings(AgentSettings):
-    """Agent settings under which streams to the service are simulated."""
+    """Agent settings with simulated streams to the service."""
 
     _streams: Any = PrivateAttr()
 
@@ -38,7 +38,7 @@ class SimulatedSettings(AgentSettings):
 class Call:
     """Both ends of one stream. The agent iterates and cancels, and the service reads and writes.
 
-    A separate thread pulls the requests. Messages arrive in the order in which they were sent.
+    A separate thread pulls the requests. Messages do not overtake each other.
     """
 
     def __init__(self, process: Process, network: Network, service: Any, requests: Iterator[Any]) -> None:

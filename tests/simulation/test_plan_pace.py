@@ -36,17 +36,17 @@ def test_replay_costs_match_the_agents_defaults() -> None:
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[RankPlan, int]]:
     """Return the accepted plans by id, each with the last step at which a rank accepted it."""
-    found: dict[int, tuple[RankPlan, int]] = {}
+    accepted_plans: dict[int, tuple[RankPlan, int]] = {}
     offer = SwitchState.offer
 
     def noting(state: SwitchState, plan: RankPlan, step: int, checked_for: int) -> Any:
         after, actions = offer(state, plan, step, checked_for)
         if after.plan is plan:
-            found[plan.plan_id] = plan, max(step, found.get(plan.plan_id, (plan, 0))[1])
+            accepted_plans[plan.plan_id] = plan, max(step, accepted_plans.get(plan.plan_id, (plan, 0))[1])
         return after, actions
 
     monkeypatch.setattr(SwitchState, "offer", noting)
-    return found
+    return accepted_plans
 
 
 def moved(plan: RankPlan, column: int) -> list[np.ndarray]:
@@ -69,17 +69,17 @@ def test_layers_switch_at_the_passes_that_the_costs_predict(
         agent._history.close(0)
     (histories,) = read_histories(tmp_path).values()
     commits = histories[0].of("commit")
-    stated = Costs(step_ms=1000, solve_ms=0, bytes_per_expert=16)
+    replay_costs = Costs(step_ms=1000, solve_ms=0, bytes_per_expert=16)
     compared = 0
     for plan, offered in accepted.values():
-        step_of = {one["layer"]: one["step"] for one in commits if one["plan_id"] == plan.plan_id}
+        step_of = {commit["layer"]: commit["step"] for commit in commits if commit["plan_id"] == plan.plan_id}
         if len(step_of) < len(plan.layers):
             # The run ended before the plan did.
             continue
-        found_L = np.array([step_of[layer.layer] for layer in plan.layers])
+        observed_L = np.array([step_of[layer.layer] for layer in plan.layers])
         rows = staging_rows(SLOTS, 16, costs.STAGING_BYTES)
-        predicted_L = offered + stated.arrival_steps(moved(plan, 2), moved(plan, 0), rows)
-        (longer_than_mean,) = set((found_L - predicted_L).tolist())
+        predicted_L = offered + replay_costs.arrival_steps(moved(plan, 2), moved(plan, 0), rows)
+        (longer_than_mean,) = set((observed_L - predicted_L).tolist())
         assert -8 <= longer_than_mean < 8
         compared += 1
     assert compared >= 2

@@ -192,7 +192,7 @@ class World:
         if not self.bound or self.breaches or len(self.engine.agents) < self.shapes.ranks:
             return
         deployment = service.deployments[DEPLOYMENT]
-        served = {(one.installed.epoch, one.installed.digest) for one in self.engine.agents.values()}
+        served = {(agent.installed.epoch, agent.installed.digest) for agent in self.engine.agents.values()}
         if deployment.plan is None and {deployment.live and deployment.live.version} != served:
             self.breach("the service does not know the ranks' layout")
         plans = service.writer.store.plans(DEPLOYMENT)
@@ -209,7 +209,7 @@ class World:
         # the error but not its reason.
         due = ("simulated", "could not meet", "another rank could not install")
         for rank, reason in engine.fatal.items():
-            if not (self.excused or any(one in reason for one in due)):
+            if not (self.excused or any(cause in reason for cause in due)):
                 self.breach(f"rank {rank} stopped serving without a valid cause: {reason}")
         if engine.over:
             self._note("the engine is restarted")
@@ -247,15 +247,16 @@ class World:
         states = [agent._switch.state for agent in self.engine.agents.values()]
         alike = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
         if not alike or not self.healed:
-            self._states, self._since = states, self.scheduler.now
+            self._states = states
+            self._since = self.scheduler.now
         waits = self.scheduler.now - self._since > _STILL_SECONDS and not self._gathers_heat()
         return max(1, int(1.0 / self.shapes.pass_seconds)) if waits else 1
 
     def _gathers_heat(self) -> bool:
         """Return True if the next plan waits for heat from more steps."""
         deployment = self.service and self.service.deployments.get(DEPLOYMENT)
-        heard = all(agent.votes_lost is None for agent in self.engine.agents.values())
-        return heard and (deployment is None or deployment.plan is None)
+        can_vote = all(agent.votes_lost is None for agent in self.engine.agents.values())
+        return can_vote and (deployment is None or deployment.plan is None)
 
     def drawn_heat(self) -> npt.NDArray[np.int32]:
         """Draw one rank's tokens for a pass, int32 ``[L, E]``. A few experts are hot."""

@@ -111,7 +111,8 @@ async def _fat_hellos(target: Target) -> str:
     # The allocator keeps the memory of the first round, and the other rounds reuse it.
     assert grown[0] < 128 * MIB, grown
     assert grown[2] - grown[0] < 64 * MIB, grown
-    return f"bounded: memory had grown by {', '.join(str(max(0, more) >> 20) for more in grown)} MiB after the rounds"
+    mebibytes = ", ".join(str(max(0, growth) >> 20) for growth in grown)
+    return f"bounded: memory had grown by {mebibytes} MiB after the rounds"
 
 
 @attempt("500 rejected Hellos", "log lines do not fill the disk")

@@ -80,12 +80,14 @@ async def _health_bodies(target: Target) -> str:
     )
 
 
-async def _flood(target: Target, method: str, most: int) -> str:
+async def _flood(target: Target, method: str, limit_bytes: int) -> str:
     before = target.resident_bytes
     calls = [raw_call(target, method, bytes(to.MESSAGE_BYTES - 100)) for _ in range(30)]
     await asyncio.gather(*(asyncio.wait_for(call, 60) for call in calls), return_exceptions=True)
     grown = target.resident_bytes - before
-    assert grown < most, f"memory grew by {grown >> 20} MiB; expected less than {most >> 20} MiB"
+    assert grown < limit_bytes, (
+        f"memory grew by {grown >> 20} MiB; expected less than {limit_bytes >> 20} MiB"
+    )
     return f"bounded: memory grew by {max(0, grown) >> 20} MiB"
 
 

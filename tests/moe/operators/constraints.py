@@ -168,7 +168,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def checked(behind: Any = reference) -> tuple[SimpleNamespace, set[tuple[Any, ...]]]:
-    """Return checked versions of the operators in ``behind``, and the set in which they record call forms."""
+    """Return checked versions of the operators in ``behind``, and the set of call forms that they record."""
     called: set[tuple[Any, ...]] = set()
 
     def watch(name: str) -> Callable[..., Any]:

@@ -61,8 +61,8 @@ def test_every_operator_is_called_within_its_documented_constraints(
             raise AssertionError(f"{broken}: {row}") from broken
     assert {operator for operator, *_ in called} == set(CHECKS)
     # The wheel's schemas and shape functions are checked against these calls.
-    known = {form_of(call.operator, call.args, call.kwargs) for call in calls("cpu").values()}
-    assert called - known == set()
+    contract_forms = {form_of(call.operator, call.args, call.kwargs) for call in calls("cpu").values()}
+    assert called - contract_forms == set()
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "moge", "mc2"])
@@ -84,13 +84,13 @@ def test_mc2_has_its_communication_domain_to_itself(
     variant: MC2Variant, length: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """No other exchange may use this domain, because ranks write into each other's memory through its buffers."""
-    here = threading.local()
+    thread_state = threading.local()
     operators = SimpleNamespace(**{name: getattr(reference, name) for name in CHECKS})
 
     def fused(operator: Any, *args: Any, **kwargs: Any) -> Any:
-        here.fused = True
+        thread_state.fused = True
         result = operator(*args, **kwargs)
-        here.fused = False
+        thread_state.fused = False
         return result
 
     for name in ("npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"):
@@ -105,7 +105,7 @@ def test_mc2_has_its_communication_domain_to_itself(
             start = each.start_all_to_all
 
             def recorded(*args: Any, start: Any = start, name: str = each.name) -> Any:
-                exchanges.append((name, getattr(here, "fused", False)))
+                exchanges.append((name, getattr(thread_state, "fused", False)))
                 return start(*args)
 
             each.start_all_to_all = recorded  # type: ignore[method-assign]

@@ -59,23 +59,25 @@ def test_every_operator_of_the_contract_is_declared():
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=NAMES)
 def test_every_argument_and_its_default_match_torch_npu(schema: str):
-    theirs = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
-    ours = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())
-    positional = [argument.name for argument in theirs.values() if not argument.kwarg_only]
-    for place, argument in enumerate(ours):
+    schema_arguments = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
+    parameters = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())
+    positional = [argument.name for argument in schema_arguments.values() if not argument.kwarg_only]
+    for place, argument in enumerate(parameters):
         if argument.kind is inspect.Parameter.KEYWORD_ONLY:
-            assert theirs[argument.name].kwarg_only
+            assert schema_arguments[argument.name].kwarg_only
         else:
             # torch calls one tensor "self", a name that our Python signatures cannot use.
             assert positional[place] in (argument.name, "self")
-        known = theirs[positional[place] if argument.name not in theirs else argument.name]
+        schema_argument = schema_arguments[
+            positional[place] if argument.name not in schema_arguments else argument.name
+        ]
         if argument.default is not inspect.Parameter.empty:
-            assert known.default_value == argument.default
+            assert schema_argument.default_value == argument.default
 
 
 def test_results_have_the_dtypes_and_shapes_of_torch_npu(declared: SimpleNamespace):
-    found = results("cpu", lambda name: getattr(declared, name))
-    assert found == {title: expected for title, expected in RESULTS.items() if title != "about"}
+    actual_results = results("cpu", lambda name: getattr(declared, name))
+    assert actual_results == {title: expected for title, expected in RESULTS.items() if title != "about"}
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ SPLIT_FURTHER = {"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "other"},
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [*((1, more) for more in (*SPLIT_FURTHER, {"global_bs": 2}, {"quant_mode": 1})), (2, {})],
+    [*((1, arguments) for arguments in (*SPLIT_FURTHER, {"global_bs": 2}, {"quant_mode": 1})), (2, {})],
 )
 def test_unsupported_dispatch_arguments_are_rejected(ranks: int, more: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
@@ -85,12 +85,12 @@ def test_unsupported_dispatch_arguments_are_rejected(ranks: int, more: dict[str,
         DISPATCH(hidden_TH, ids_TK, "", ranks, 0, 4, **more)
 
 
-@pytest.mark.parametrize("more", [*SPLIT_FURTHER, {"tp_world_size": 1}], ids=str)
-def test_combine_requires_the_assist_info_of_its_dispatch(more: dict[str, object]):
+@pytest.mark.parametrize("arguments", [*SPLIT_FURTHER, {"tp_world_size": 1}], ids=str)
+def test_combine_requires_the_assist_info_of_its_dispatch(arguments: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
     rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4)
     with pytest.raises(ValueError, match=r"reference operator: |must be the sixth result of dispatch"):
-        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **more)
+        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **arguments)
 
 
 def test_double_precision_rows_are_summed_in_double_precision():

@@ -146,15 +146,15 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
     weight_GKM = torch.randint(-127, 128, (2, 2000, 3), generator=generator, dtype=torch.int8)
     scale_GM = torch.rand(2, 3, generator=generator)
     scale_N = torch.rand(5, generator=generator)
-    given = rows_NK, weight_GKM, torch.tensor([2, 3])
-    out_NM = product(*given, dtype=torch.float32, scale=scale_GM, per_token_scale=scale_N)
+    operands = rows_NK, weight_GKM, torch.tensor([2, 3])
+    out_NM = product(*operands, dtype=torch.float32, scale=scale_GM, per_token_scale=scale_N)
     for row, group in enumerate([0, 0, 1, 1, 1]):
         product_M = rows_NK[row].long() @ weight_GKM[group].long()
         torch.testing.assert_close(out_NM[row], product_M * scale_GM[group] * scale_N[row])
     with pytest.raises(
         ValueError, match=r"required for int8 rows and not allowed otherwise, got torch\.int8"
     ):
-        product(*given)
+        product(*operands)
 
 
 @pytest.mark.parametrize("columns", [1, 1024, 1025, 4099])
@@ -162,7 +162,8 @@ def test_the_largest_sums_of_int8_products_are_exact(columns: int):
     """The sum is odd and larger than 2^24, so float32 could not represent it."""
     rows_NK = torch.full((1, columns), -128, dtype=torch.int8)
     weight_GKM = torch.full((1, columns, 2), -128, dtype=torch.int8)
-    rows_NK[0, -1], weight_GKM[0, -1] = 127, 127
+    rows_NK[0, -1] = 127
+    weight_GKM[0, -1] = 127
     scales = {"scale": torch.ones(1, 2), "per_token_scale": torch.ones(1)}
     out_NM = product(rows_NK, weight_GKM, torch.tensor([1]), dtype=torch.float64, **scales)
     assert out_NM.tolist() == [[float((columns - 1) * 128**2 + 127**2)] * 2]

@@ -36,11 +36,13 @@ class Call(NamedTuple):
 
 def calls(device: str) -> dict[str, Call]:
     """Return the calls, keyed by the form that they demonstrate."""
-    found = {}
+    call_by_title = {}
     for dtype, suffix in ((torch.bfloat16, ""), (torch.float16, ", float16")):
         each = [*_local(device, dtype), *_travelling(device, dtype)]
-        found |= {f"{title}{suffix}": Call(operator, args, more) for title, operator, args, more in each}
-    return found
+        call_by_title |= {
+            f"{title}{suffix}": Call(operator, args, kwargs) for title, operator, args, kwargs in each
+        }
+    return call_by_title
 
 
 _Titled = tuple[str, str, tuple[Any, ...], dict[str, Any]]
@@ -60,7 +62,7 @@ def _local(device: str, dtype: torch.dtype) -> list[_Titled]:
     routing = "npu_moe_init_routing_v2"
     product = "npu_grouped_matmul"
     scaled = {"scale": floats(T, dtype=torch.float32)}
-    found: list[_Titled] = [
+    titled_calls: list[_Titled] = [
         ("permute", permute, (tokens, ids_TK.long()), {}),
         ("permute, fewer rows", permute, (tokens, ids_TK.long(), 7), {}),
         ("unpermute", unpermute, (rows, row_of_choice), {}),
@@ -86,14 +88,14 @@ def _local(device: str, dtype: torch.dtype) -> list[_Titled]:
         "output_dtype": dtype,
     }
     for name, kind, group_list_E in (("", 1, counts_E), (", cumulative", 0, counts_E.cumsum(0))):
-        given = {"split_item": 2, "group_type": 0, "group_list": group_list_E, "group_list_type": kind}
+        arguments = {"split_item": 2, "group_type": 0, "group_list": group_list_E, "group_list_type": kind}
         int8 = [rows.to(torch.int8)], [weight.to(torch.int8)]
-        found += [
-            (f"grouped matmul{name}", product, ([rows], [weight]), given),
-            (f"grouped matmul, biased{name}", product, ([rows], [weight]), given | bias),
-            (f"grouped matmul, W8A8{name}", product, int8, given | w8a8),
+        titled_calls += [
+            (f"grouped matmul{name}", product, ([rows], [weight]), arguments),
+            (f"grouped matmul, biased{name}", product, ([rows], [weight]), arguments | bias),
+            (f"grouped matmul, W8A8{name}", product, int8, arguments | w8a8),
         ]
-    return found
+    return titled_calls
 
 
 def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
@@ -119,26 +121,28 @@ def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
     combine = "npu_moe_distribute_combine_v2"
     sent = (zeros(T, H), ids_TK, *ALONE)
     returned = (zeros(rows, H), ids_TK, zeros(rows * 128, dtype=torch.int32), counts_E, weights_TK, *ALONE)
-    found: list[_Titled] = []
+    titled_calls: list[_Titled] = []
     for title, (sending, returning) in machines.items():
         sending = sending | {"expert_token_nums_type": GroupListType.CUMULATIVE}
         quantizing = sending | {"quant_mode": DispatchQuantMode.DYNAMIC}
-        found += [
+        titled_calls += [
             (f"dispatch{title}", dispatch, sent, sending),
             (f"dispatch{title}, quantizing", dispatch, sent, quantizing),
             (f"combine{title}", combine, returned, returning),
         ]
-    return found
+    return titled_calls
 
 
 def results(device: str, operator_of: Callable[[str], Any]) -> dict[str, list[list[Any]]]:
     """Return the dtype and shape of every tensor that each call returns."""
-    found = {}
+    result_by_title = {}
     for title, call in calls(device).items():
         result = operator_of(call.operator)(*call.args, **call.kwargs)
         tensors = [result] if isinstance(result, torch.Tensor) else list(result)
-        found[title] = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-    return found
+        result_by_title[title] = [
+            [str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors
+        ]
+    return result_by_title
 
 
 OPERATORS = sorted(name for name in vars(Operators) if name.startswith("npu_"))
@@ -160,9 +164,9 @@ SIZES = {
 def form_of(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return a call's tensor dtypes, tensor dimensions and modes, which do not depend on sizes."""
     signature = inspect.signature(getattr(reference, operator))
-    given = signature.bind(*args, **kwargs).arguments
+    arguments = signature.bind(*args, **kwargs).arguments
     form = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in SIZES or value == signature.parameters[name].default:
             continue
         form.append((name, *map(_kind, value if isinstance(value, list) else [value])))

@@ -96,11 +96,11 @@ def _on_cpu(factory):
 
 def _operator(name):
     operator = getattr(reference, name)
-    known = inspect.signature(operator).parameters
+    parameters = inspect.signature(operator).parameters
 
     def call(*arguments, **named):
         for extra in NEUTRAL.get(name, ()):
-            if extra not in known:
+            if extra not in parameters:
                 value = named.pop(extra, None)
                 assert extra in SAY_NOTHING_NEW or not value, f"{name}: {extra} is {value}"
         for experts in ("weight", "scale"):
