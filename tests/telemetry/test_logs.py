@@ -70,7 +70,9 @@ async def test_errors_from_abandoned_tasks_and_libraries_are_logged_at_a_bounded
         for _ in range(200):
             logging.getLogger("grpc").warning("a peer has %s", "misbehaved")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert (len(lines), len(dropped_lines)) == (256, 144)
+    assert len(lines) == 256
+    # Threads of other tests may log warnings too.
+    assert len(dropped_lines) >= 144
     assert {line["event"] for line in lines} == {"task_failed", "library_warning"}
     assert "RuntimeError: abandoned" in lines[0]["exception"]
     assert lines[-1]["message"] == "a peer has misbehaved"

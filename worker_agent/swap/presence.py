@@ -227,7 +227,9 @@ class PresenceLinks:
         with self._lock:
             waker = self._waker
             self._waker = None
-            for resource in (waker, self._woken, self._selector):
+            # While ``close`` was running, this thread may have opened or accepted further links.
+            late = [link.socket for link in (*self._links.values(), *self._handshakes)]
+            for resource in (*late, waker, self._woken, self._selector):
                 if resource is not None:
                     resource.close()
 
