@@ -39,8 +39,8 @@ class PeerOptions:
 
     peers: str = option(
         "vllm,vllm-ascend,sglang,models",
-        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. Add models to "
-        "include models of newer classes of balancers. Use none to compare only our policies.",
+        "Packages that provide the peers' balancers, separated by commas: vllm, vllm-ascend, sglang. `models` "
+        "also includes models of newer classes of balancers. `none` compares only our policies.",
         metavar=SEVERAL,
     )
     fetch: bool = option(True, "Download the balancers' sources (about 100 MB) unless they are cached.")

@@ -122,7 +122,7 @@ class Scenario:
     play
         Function that serves requests and moves experts.
     setup
-        Options for the start of the engine.
+        Options for starting the engine.
     own_engine
         True if the scenario changes the state of its engine. It then uses two engines that no other scenario uses, one
         with and one without moves.

@@ -50,7 +50,8 @@ class CostOptions:
     )
     model_layers: int | None = option(
         None,
-        "MoE layers of the served model, which determine how soon a plan takes effect; by default as in the trace.",
+        "Number of MoE layers in the served model, which determines how soon a plan takes effect; by default, as in "
+        "the trace.",
         min=1,
     )
     commit_ms: float | None = option(

@@ -119,7 +119,7 @@ class _Problem:
 def _report(
     problem: _Problem, settings: PlannerSettings, solution: Solution, solve_ms: float
 ) -> dict[str, Any]:
-    """Return the figures for the solution and for other kinds of hosts, keyed by JSON key.
+    """Return the figures for the solution, and for hosts that split tokens differently, keyed by JSON key.
 
     A figure that does not apply is ``None``. PARs are means over layers and steps. ``ms_after`` is the time per step of
     each layer's slowest rank, summed over the layers.

@@ -95,7 +95,7 @@ class StoredTrace(Trace):
             attributes = dict(self.metadata["attributes"])
             if (attributes.get("format"), attributes.get("version")) != (_FORMAT, _VERSION):
                 raise HeatError(
-                    f"is not an {_FORMAT}, version {_VERSION}: its attributes are {str(attributes)[:200]}"
+                    f"is not an {_FORMAT} file of version {_VERSION}: its attributes are {str(attributes)[:200]}"
                 )
             names_of_facts = [field.name for field in fields(TraceFacts) if field.name in attributes]
             self.facts = TypeAdapter(TraceFacts).validate_python(

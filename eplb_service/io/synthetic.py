@@ -174,7 +174,7 @@ def _cap_shares(weights_NE: Float64, cap: float) -> Float64:
 
 
 def _draw_choices(shares_NE: Float64, tokens: int, top_k: int, rng: np.random.Generator) -> Int32:
-    """Return multinomial counts, int32 ``[N, E]``, of at most ``tokens`` per expert."""
+    """Draw multinomial counts, int32 ``[N, E]``, with at most ``tokens`` per expert."""
     counts_NE = rng.multinomial(tokens * top_k, shares_NE)
     for counts_E, shares_E in zip(counts_NE, shares_NE, strict=True):
         while (surplus := int(np.maximum(counts_E - tokens, 0).sum())) > 0:

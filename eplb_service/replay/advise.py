@@ -465,7 +465,7 @@ def _without_losses(options: Sequence[Option], costs: Costs) -> list[Option]:
     """If times are known, drop settings with free moves that save less time than settings with priced moves.
 
     Free moves are tried because the price of the first moves may keep a layer from changing. In that case, free moves
-    may gain as much as one more slot per rank, at no cost in memory. In the list, settings with priced moves come
+    may gain as much as an extra slot per rank would, at no cost in memory. In the list, settings with priced moves come
     before settings with free moves.
     """
     if costs.curve is None and not costs.step_ms:

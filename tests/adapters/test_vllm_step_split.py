@@ -45,7 +45,7 @@ def base_router():
 
 
 def layer_state(slots=8, real=None, record=True):
-    """Return vLLM's ``EplbLayerState`` of 0.25 and later, or of earlier releases if ``real`` is ``None``."""
+    """Return the ``EplbLayerState`` of vLLM 0.25 and later, or of earlier releases if ``real`` is ``None``."""
     state = SimpleNamespace(
         expert_load_view=torch.zeros(slots, dtype=torch.int32), should_record_tensor=torch.tensor(record)
     )

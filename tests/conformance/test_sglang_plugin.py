@@ -46,7 +46,7 @@ def metadata(monkeypatch):
     return tables
 
 
-def test_an_order_is_returned_with_its_tables(metadata, tmp_path):
+def test_an_ordered_placement_is_returned_with_its_tables(metadata, tmp_path):
     write_json(tmp_path / order_file(1), [[0, 0, 1, 2], [0, 1, 2, 1]])
     placement, slots, counts = sglang_plugin._ordered(Orders(tmp_path), None)
     assert placement.tolist() == [[0, 0, 1, 2], [0, 1, 2, 1]]

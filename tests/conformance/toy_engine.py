@@ -19,7 +19,7 @@ INTERVAL = 4
 
 
 class ToyEngine:
-    """Serves with weights that are copied from slot to slot, as real engines do.
+    """Toy engine that serves from weights copied from slot to slot, as real engines do.
 
     Parameters
     ----------

@@ -218,7 +218,7 @@ DAMAGE = {
     "no metadata": (lambda p: (p / "heat" / "zarr.json").unlink(), "cannot be read"),
     "cut metadata": (lambda p: (p / "heat" / "zarr.json").write_text('{"zarr'), "cannot be read"),
     "endless metadata": (lambda p: (p / "zarr.json").write_bytes(bytes(1 << 21)), "too large"),
-    "another group": (of_group(format="x"), "is not an eplb-trace, version 1"),
+    "another group": (of_group(format="x"), "is not an eplb-trace file of version 1"),
     "a newer version": (of_group(version=9), "'version': 9"),
     "odd attributes": (of_group(ranks="x"), "cannot be read"),
     "no heat": (lambda p: (p / "heat").rename(p / "other"), "may be an incomplete copy"),

@@ -60,7 +60,7 @@ def test_a_layer_without_tokens_does_not_change_and_causes_no_error(policy: str,
     assert np.isnan([idle.par_seen, idle.par_planned, idle.noise_floor]).all()
     assert idle.reason == "left alone: it received no tokens"
     assert decision.par_planned == decision.verdicts[1].par_planned
-    # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two. Only
-    # the stepwise split can divide a token if counts are floats.
+    # The one hot expert is split over all four ranks. With 7 tokens in a step, some rank receives at least two. With
+    # float counts, only the stepwise split can divide a token.
     least = 1.0 if split == "step" else 8 / 7
     assert least - 1e-5 <= decision.verdicts[1].par_planned <= 4 / 7 * 3.5

@@ -1,4 +1,4 @@
-"""Answers of two runs are compared by request, and invalid files are reported with their name and problem."""
+"""Answers of two runs are compared by request, and errors for invalid files name the file and the problem."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_lines_dots_and_heat_maps_have_labels(replayed):
         assert {"initial placement", pictures.best_policy(replayed).label, "layer"} <= set(texts(drawn[name]))
 
 
-def test_charts_exist_for_several_slot_counts_and_for_one_policy():
+def test_charts_are_drawn_for_several_slot_counts_and_for_one_policy():
     swept = texts(pictures.pictures_of(small_replay(("flashlb",), slots=(4, 5)))["par.svg"])
     assert {"flashlb, 4 slots", "initial placement, 5 slots"} <= set(swept)
     assert "none" in texts(pictures.pictures_of(small_replay(("none",)))["moves.svg"])

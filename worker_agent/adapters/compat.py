@@ -270,7 +270,7 @@ def release_of(version: str, known: KnownReleases) -> str:
     '0.5.24'
     """
     numbers = _numbers(version)
-    # A version without trailing zeros, such as 1 for 1.0, begins with the same components.
+    # Pad with zeros, so that a version without trailing zeros (1 for 1.0) also matches its release.
     owners = [name for name in known if (*numbers, 0, 0, 0, 0)[: len(_numbers(name))] == _numbers(name)]
     return max(owners, key=lambda name: len(_numbers(name)), default=".".join(map(str, numbers)))
 

@@ -33,7 +33,7 @@ _EQUAL_BY_DESIGN = re.compile(
     r"input_(global_)?scale|act(ivation)?_scale|(^|[._])_?a(1|2|13)q?[._]|gscale|swiglu|fake"
     r"|gemm1_(alpha|beta|clamp_limit)|per_token_global_scale"
 )
-"""Paths of values that engines store once per expert although all experts share a single one: input scales and
+"""Paths of values that engines store once per expert although all experts have the same value: input scales and
 activation constants. Such values need not move if they are equal."""
 
 _SCRATCH = re.compile(r"workspace|scratch")

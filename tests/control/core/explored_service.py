@@ -289,7 +289,7 @@ def walk(scenario: Scenario) -> Walk:
 
 
 def main() -> None:
-    """Explore all scenarios, then hunt every mutant. Exit with 1 if an invariant is violated or a mutant survives."""
+    """Explore all scenarios, then try to kill every mutant. Exit with 1 if an invariant breaks or a mutant survives."""
     from tests.control.core.explored_mutants import hunt
 
     sys.exit(not report((walk(scenario) for scenario in scenarios()), hunt()))

@@ -355,7 +355,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
 
 
 def _copy_deployment(deployment: Deployment) -> Deployment:
-    """Return an independent copy. Groups and plans are immutable and heat is never counted, so they are shared."""
+    """Return a copy that shares groups and plans, which are immutable, and heat, which is never counted."""
     heat = copy.copy(deployment.heat)
     if heat is not None:
         heat.placements = PlacementHistory(tuple(map(dict, heat.placements.by_layer)))

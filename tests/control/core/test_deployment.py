@@ -211,7 +211,7 @@ def test_a_plan_that_fails_during_a_call_off_reports_the_failure(
         answer = exceptions.get(rank, (CALLED_OFF, "called off by the service"))
         if answer is not None:
             story.reports(rank, offer, answer[0], 0, answer[1])
-            # The rank replies to a second call-off that it no longer holds the plan.
+            # When the plan is called off a second time, the rank replies that it no longer holds it.
             story.reports(rank, offer, CALLED_OFF)
     story.steps_for(PLAN_TIMEOUT + 1)
     assert story.deployment.ended_plan is not None

@@ -143,7 +143,9 @@ async def test_a_trace_is_a_prior_only_for_ranks_without_committed_layers(tmp_pa
             assert not deployment.may_begin
 
 
-async def test_a_prior_from_a_different_model_is_a_problem_and_leads_to_no_plan(tmp_path: Path) -> None:
+async def test_a_prior_from_a_different_model_is_reported_as_a_problem_and_no_plan_is_made(
+    tmp_path: Path,
+) -> None:
     trace = tmp_path / "other.npz"
     np.savez(trace, heat=np.ones((4, LAYERS + 1, EXPERTS), dtype=np.int32))
     async with (

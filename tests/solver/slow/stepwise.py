@@ -27,7 +27,7 @@ def optimum(phy2log_RS: np.ndarray, heat_E: np.ndarray) -> float:
 
 
 def bound_of(phy2log_RS: np.ndarray, heat_E: np.ndarray, inside_R: np.ndarray) -> float:
-    """Return a lower bound on the peak load: a set's mean load from experts that have no replica outside the set."""
+    """Return a lower bound on the peak load: the mean load of a set of ranks from experts with no replica elsewhere."""
     outside = set(phy2log_RS[~inside_R].ravel().tolist())
     held = [heat_E[e] for e in range(len(heat_E)) if e not in outside]
     return float(sum(held)) / int(inside_R.sum())

@@ -40,7 +40,7 @@ def keep_slots(phy2log_RS, deployed_RS):
 
 
 def choose_senders(deployed_RS, phy2log_RS, nodes_R):
-    """For each move, choose the holder that is nearest, then least busy, then lowest."""
+    """For each move, choose the nearest holder, then the least busy, then the one with the lowest rank."""
     sent = [0] * len(deployed_RS)
     moves = []
     for (r, s), expert in np.ndenumerate(phy2log_RS):

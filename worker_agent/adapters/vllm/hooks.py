@@ -75,7 +75,7 @@ def install() -> None:
     _replace_balancer()
     _watch_loading()
     if is_requested(settings.step_split):
-        patch_router()  # before the next patch, so that passes are counted around the split
+        patch_router()  # must come before _count_passes, whose patch wraps the split
     _count_passes()
     _hook_worker()
 
