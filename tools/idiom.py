@@ -6,7 +6,7 @@ Three kinds of occurrences are counted in each room:
 - assignments of several unrelated values in one statement, per 1,000 lines of code;
 - names of variables and parameters that are only a participle or a pronoun, per 100 names.
 
-The expressions also match some correct uses, for example "where" after a place. The targets allow for these.
+The expressions also match some correct uses, for example "where" after a place. The ceilings allow for these.
 
 If the arguments name rooms, print the place of each occurrence in these rooms instead.
 """
@@ -70,14 +70,10 @@ TEST_FOLDERS = ("tests", "benchmarks", "tools")
 PAGES = "pages"
 """Room of the Markdown pages at the root of the repository."""
 
-PRODUCT_TARGETS = (4, 3, 1)
-TEST_TARGETS = (6, 3, 1)
-DOCS_TARGETS = (4, 3, 1)
+PRODUCT_CEILINGS = (4, 3, 1)
+TEST_CEILINGS = (6, 3, 1)
+DOCS_CEILINGS = (4, 3, 1)
 """Highest rates of a room, in the order of ``GAUGES``."""
-
-CEILINGS: dict[str, tuple[int, int, int]] = {}
-"""Rates of rooms that do not meet the targets yet; there are none. Remove an entry after rewriting its room."""
-
 
 _COLUMN = 24
 
@@ -138,17 +134,12 @@ GAUGES = (
 )
 
 
-def targets(room: str) -> tuple[int, int, int]:
-    """Return the targets of a room, in the order of ``GAUGES``."""
-    folder = room.partition("/")[0]
-    if folder in TEST_FOLDERS:
-        return TEST_TARGETS
-    return PRODUCT_TARGETS if folder in (*PRODUCT, LAB) else DOCS_TARGETS
-
-
 def ceilings(room: str) -> tuple[int, int, int]:
     """Return the ceilings of a room, in the order of ``GAUGES``."""
-    return CEILINGS.get(room, targets(room))
+    folder = room.partition("/")[0]
+    if folder in TEST_FOLDERS:
+        return TEST_CEILINGS
+    return PRODUCT_CEILINGS if folder in (*PRODUCT, LAB) else DOCS_CEILINGS
 
 
 def main(arguments: list[str]) -> None:
@@ -264,7 +255,7 @@ def print_places(room: Room) -> None:
 
 
 def print_rates(rooms: Mapping[str, Room]) -> None:
-    """Print the rates of each room beside their ceilings, and list the ceilings that can be lowered."""
+    """Print the rates of each room beside their ceilings."""
     width = max(map(len, rooms))
     print(" " * width, *(f"{gauge.name:>{_COLUMN}}" for gauge in GAUGES))
     units = (f"per {gauge.unit} (max)" for gauge in GAUGES)
@@ -275,21 +266,6 @@ def print_rates(rooms: Mapping[str, Room]) -> None:
             for gauge, ceiling in zip(GAUGES, ceilings(name), strict=True)
         )
         print(f"{name:<{width}}", *(f"{cell:>{_COLUMN}}" for cell in cells))
-    for name in stale_ceilings(rooms):
-        print(f"the ceilings of {name} in tools/idiom.py can be lowered")
-
-
-def stale_ceilings(rooms: Mapping[str, Room]) -> list[str]:
-    """Return the rooms of ``CEILINGS`` that no longer exist, or have a rate at least one below its ceiling."""
-    return [
-        name
-        for name, limits in CEILINGS.items()
-        if name not in rooms
-        or any(
-            max(gauge.rate(rooms[name]), target) <= limit - 1
-            for gauge, target, limit in zip(GAUGES, targets(name), limits, strict=True)
-        )
-    ]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class _Layer:
 
 
 def beside_transfers(steps: int) -> dict[str, object]:
-    """Time the model's exchange alone and during continuous transfers. Return the milliseconds for each link share."""
+    """Time the model's exchange, without transfers and at each link share. Return the times in milliseconds."""
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     model = group.process_group("model", timedelta(seconds=60))
     sent, received = (torch.zeros(MODEL_BYTES, dtype=torch.uint8) for _ in range(2))

@@ -517,7 +517,7 @@ def _verdict(costs: Costs, alone: Score, score: Score, chosen: Option) -> tuple[
     The cost curve determines the verdict. Without one, the PAR and the given times do.
     """
     reasons = [
-        f"PAR goes from {alone.par:.3f} to {score.par:.3f}; token sampling alone causes about {score.floor:.3f}."
+        f"PAR goes from {alone.par:.3f} to {score.par:.3f}; even perfect balance would leave about {score.floor:.3f}."
     ]
     if alone.moe_ms is not None and chosen.moe_ms is not None and chosen.net_ms is not None:
         return chosen.net_ms > SAME_TIME * alone.moe_ms, [
