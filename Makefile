@@ -57,7 +57,7 @@ types: $(READY)
 layers: $(READY)
 	@$(BIN)/lint-imports
 
-size: $(READY) ## code tokens and function sizes per room, settings, and tours through the code, with their ceilings
+size: $(READY) ## report code tokens and function sizes per component, settings, and reading tours, and compare them with their ceilings
 	@$(BIN)/python -m tools.size $(ARGS)
 
 docs: $(READY) ## build the docs site into site/; warnings are errors

@@ -73,13 +73,10 @@ def _arguments() -> argparse.Namespace:
         "--split",
         choices=["engine", "step"],
         default="engine",
-        help="split of tokens over replicas in policy mode: vLLM's own (engine), or based on each step's counts (step)",
+        help="how tokens are split over replicas: by a fixed rule (engine), or by each step's own counts (step)",
     )
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
-    arguments = parser.parse_args()
-    if arguments.split == "step" and arguments.mode != "policy":
-        parser.error("--split step needs --mode policy")
-    return arguments
+    return parser.parse_args()
 
 
 def _fail(console: Console, reason: str, code: int) -> int:

@@ -59,7 +59,7 @@ def serve_policy(
     measured = folder / "eplb.jsonl"
     agent = {
         "EPLB_AGENT_MODE": "policy",
-        "EPLB_AGENT_STEP_SPLIT": "on" if options.split == "step" else "off",
+        **step_split(options.split),
         "EPLB_TEST_MEASURE": str(measured),
     }
     sizes = options.ranks, options.redundant, options.clients
@@ -145,6 +145,7 @@ def serve_both(
             "EPLB_AGENT_SERVICE": free_address() if beside == NOTHING else service.address,
             "EPLB_AGENT_DEPLOYMENT": DEPLOYMENT,
             "EPLB_AGENT_DATA_HOST": "127.0.0.1",
+            **step_split(options.split),
         }
         command = server_options(options.ranks, options.redundant, options.clients)
         with contextlib.ExitStack() as running:
@@ -171,6 +172,11 @@ def serve_both(
             time.sleep(_LAST_REPORT_SECONDS)
             switched = watched.switched()
     return figures(rounds, switched, watched.par())
+
+
+def step_split(split: str) -> dict[str, str]:
+    """Return the agent's variable that turns the split per step on or off."""
+    return {"EPLB_AGENT_STEP_SPLIT": "on" if split == "step" else "off"}
 
 
 def rounds_of(requests: int, rounds: int, seed: int) -> list[Round]:

@@ -30,6 +30,7 @@ def shell(tmp_path):
     commands = str(Path(sys.executable).parent)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_")}
     environment |= {"PATH": f"{commands}:{environment['PATH']}", "EPLB_METRICS": free_address()}
+    environment["EPLB_STORE"] = str(tmp_path / "state.sqlite3")
 
     def start(kind):
         script = block(kind).replace("eplb.example:50551", f"localhost:{port}").replace(":50551", f":{port}")
