@@ -1,10 +1,10 @@
-# Daily commands. Each sets up .venv if necessary. `make help` lists them.
+# Commands for development. Each sets up .venv if it needs one. `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
-# Number of test processes. Many tests wait for clocks, so there is one more process than cores.
+# Number of test processes. Many tests spend their time waiting, so there is one more process than there are cores.
 PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
@@ -23,10 +23,10 @@ $(READY): pyproject.toml setup.py $(wildcard packaging/*/pyproject.toml) packagi
 	@$(BIN)/python tools/setup_venv.py
 	@touch $@
 
-demo: $(READY) ## run the demo: service, live ranks, drifting heat, layers that switch while serving
+demo: $(READY) ## run the demo: a service and live ranks that switch layers under drifting heat while they serve
 	@$(BIN)/eplb demo $(ARGS)
 
-demo-vllm: warm ## run two real vLLM servers on CPU under the same drifting load, one balanced; installs vLLM once per machine
+demo-vllm: warm ## run two real vLLM servers on CPU under one drifting load, one of them balanced; installs vLLM once
 	@$(BIN)/python -m benchmarks.vllm_serving $(ARGS)
 
 bench-engine: warm ## measure vLLM's times to the first token and per token with and without the agent
@@ -37,7 +37,7 @@ test: $(READY) ## run lint, types, layer contracts, docs and tests: the gate for
 	@$(MAKE) --no-print-directory --jobs 2 check warm
 	@$(MAKE) --no-print-directory unit
 
-test-slow: proofs properties ## run long proofs, real faults, and property tests with twice the examples; CI runs them after `make test`
+test-slow: proofs properties ## run long proofs, real faults, and property tests with twice the examples; CI runs it too
 
 proofs: warm
 	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)
@@ -57,7 +57,7 @@ types: $(READY)
 layers: $(READY)
 	@$(BIN)/lint-imports
 
-size: $(READY) ## report code tokens and function sizes per component, settings, and reading tours, and compare them with their ceilings
+size: $(READY) ## print code tokens and function sizes per package, settings and reading tours, with their ceilings
 	@$(BIN)/python -m tools.size $(ARGS)
 
 docs: $(READY) ## build the docs site into site/; warnings are errors
@@ -74,23 +74,23 @@ test-oldest: ## run the tests with the oldest dependencies that the packages all
 	@.venv-oldest/bin/python tools/setup_venv.py --oldest
 	@.venv-oldest/bin/pytest $(PARALLEL) $(ARGS)
 
-test-engines: warm ## balance real vLLM and SGLang engines on CPU; installs the engines once per machine (gigabytes, minutes)
+test-engines: warm ## balance real vLLM and SGLang engines on CPU; installs them once (gigabytes, minutes)
 	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
 
-conformance: $(READY) ## move experts by the own EPLB of vLLM and SGLang on CPU and compare tokens; ARGS="--engine vllm --scenarios rotate"
+conformance: $(READY) ## move experts with an engine's EPLB on CPU, compare tokens; ARGS="--engine vllm"
 	@$(BIN)/python -m tests.engines.conformance_on_cpu $(ARGS)
 
-device-checks: $(READY) ## run every check that needs a GPU or NPU in at most eight minutes, as one table; exits with 2 without a device
+device-checks: $(READY) ## run every check that needs a GPU or NPU and print one table; exits with 2 without a device
 	@$(BIN)/python -m tools.device_checks $(ARGS)
 
-known-engines: $(READY) ## record the functions that adapters rely on from each engine's source, and print changes between releases
+known-engines: $(READY) ## record the engine functions that adapters rely on, and print changes between releases
 	@$(BIN)/python -m tools.engine_fingerprints $(ARGS)
 
 format: $(READY) ## format the code and fix lint errors that ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-proto: $(READY) ## regenerate the stubs after editing proto/
+proto: $(READY) ## regenerate the gRPC stubs after editing proto/
 	@$(BIN)/pip install --quiet --no-deps --editable ./packaging/eplb-core
 
 wheels: $(READY) ## build eplb-core, eplb-agent, eplb-service and eplb-lab as wheels in dist/
@@ -102,24 +102,24 @@ pythons: $(READY) ## test the wheels on every Python from 3.10 to 3.14 on this m
 clean: ## remove the virtual environment and all generated files
 	rm -rf $(VENV) .venv-fuzz build dist packaging/*/build packaging/*/*.egg-info site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-explore: $(READY) ## explore every interleaving of the layer switch, and of service and ranks, with mutants to catch (minutes)
+explore: $(READY) ## model-check all interleavings of layer switch and service; must detect deliberate bugs (minutes)
 	@$(BIN)/python -m tests.swap.explorer
 	@$(BIN)/python -m tests.control.core.explored_service
 
-simulate: $(READY) ## simulate agents, engine and service on one seeded clock, with faults; ARGS="--seeds 500", or "--seed 7" for a story
+simulate: $(READY) ## simulate agents, engine and service with faults; ARGS="--seeds 500", or "--seed 7" to replay a run
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
 fuzz: $(READY) ## fuzz every decoder, guided by coverage, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
-fuzz-properties: warm ## run every property test with 40 times the examples, at random; ARGS="--seed 7 --times 5 tests/solver"
+fuzz-properties: warm ## run property tests with 40 times the examples, random; ARGS="--seed 7 --times 5 tests/solver"
 	@$(BIN)/python -m tests.properties $(ARGS)
 
-mutate: warm ## insert small defects into a room's modules and report if its tests notice; ARGS="--room planner --sample 40"
+mutate: warm ## insert small defects into a package, report those that tests miss; ARGS="--room planner --sample 40"
 	@$(BIN)/pip install --quiet cosmic-ray
 	@$(BIN)/python -m tools.mutate $(ARGS)
 
-e2e-observability: warm ## check with a real Prometheus that every panel has data and every alert fires and ends (three minutes)
+e2e-observability: warm ## check every panel and every alert with a real Prometheus (three minutes)
 	@$(BIN)/pytest tests/observability -m "" -rs $(ARGS)
 
 stack: warm ## run service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
@@ -149,13 +149,13 @@ bench-switch: $(READY) ## measure the cost of the layer switch for the model; AR
 bench-solver: warm ## compare the solver with its peers, which are fetched once (about 11 minutes; ARGS=--quick: two)
 	@$(BIN)/python -m benchmarks.solver $(ARGS)
 
-bench-split: warm ## compare splits of tokens over replicas by table, dealt and by step (minutes); ARGS="--routes routes.npz"
+bench-split: warm ## compare token splits by table, dealt and per step (minutes); ARGS="--routes routes.npz"
 	@$(BIN)/python -m benchmarks.split $(ARGS)
 
-bench-emulated: warm ## measure time per token without balancing, with the engine's EPLB and with ours, on emulated devices (12 minutes)
+bench-emulated: warm ## measure time per token on emulated devices: unbalanced, engine's EPLB, ours (12 minutes)
 	@$(BIN)/python -m benchmarks.emulated $(ARGS)
 
-bench-decide: warm ## measure decisions: false alarms, delays, and change against clock (minutes); ARGS="--traces DIR"
+bench-decide: warm ## measure false alarms, delays, and triggered against periodic decisions; ARGS="--traces DIR"
 	@$(BIN)/python -m benchmarks.decide $(ARGS)
 
 bench-scale: warm ## load one service with 64, 256 and 1,024 agents (minutes); ARGS="--ranks 64 --seconds 10"

@@ -1,6 +1,7 @@
-"""The image's health check: query the service in the container over plain gRPC; exit with 0 if it serves, otherwise 1.
+"""Health check of the image: query the service in this container over plain gRPC.
 
-The address is EPLB_HEALTH, which serves only health checks, or EPLB_LISTEN if EPLB_HEALTH is not set.
+The exit code is 0 if the service responds with SERVING, and 1 otherwise. The port is taken from EPLB_HEALTH, the
+address for health checks only, or from EPLB_LISTEN if EPLB_HEALTH is not set.
 """
 
 import os

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Create a CA, the service's certificate, one token per role, and a Grafana password, for a trial or a small site:
 #   deploy/make-credentials.sh DIRECTORY HOST...
-# Each HOST is a name at which agents and operators reach the service. Existing files in DIRECTORY are kept, so a second
-# run renews nothing; remove a file to create it again. Larger sites use their own CA and credentials.
+# Each HOST is a name at which agents and operators reach the service. The script keeps existing files in DIRECTORY. To
+# renew one of them, remove it and run the script again. Larger sites use their own CA and credentials.
 set -euo pipefail
 folder=${1:?usage: make-credentials.sh DIRECTORY HOST...}
 shift
@@ -33,5 +33,6 @@ fi
 if [ ! -e grafana.password ]; then
     openssl rand -hex 16 | tr -d '\n' >grafana.password
 fi
-# Only the owner can access the directory. A container's user reads the files, each of which is mounted separately.
+# Containers run as other users and mount these files one by one, so every user may read them. On this host, the
+# directory protects them, because only its owner can enter it.
 chmod 0444 ca.pem tls.crt tls.key credentials.yaml grafana.password ./*.token

@@ -1,7 +1,7 @@
-"""Try a balancing policy of your own against the built-in one, on a recorded trace.
+"""Compare your own balancing policy with the built-in one on a recorded trace.
 
-Run it from the repository root: ``python examples/own_policy.py``. In the folder of this file, run
-``eplb replay --policy flashlb,own_policy:swap_first ...`` to use the policy on the command line. ``eplb bench``
+Run it from the repository root: ``python examples/own_policy.py``. To use the policy on the command line,
+run ``eplb replay --policy flashlb,own_policy:swap_first ...`` in the directory of this file. ``eplb bench``
 compares the policy with other engines' balancers.
 """
 

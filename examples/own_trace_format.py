@@ -2,8 +2,7 @@
 
 Run it from the repository root: ``python examples/own_trace_format.py``.
 
-To make every ``eplb`` command open such files,
-put the reader into a package that declares it as an entry point::
+To make every ``eplb`` command open such files, put the reader into a package that declares it as an entry point::
 
     [project.entry-points."eplb.formats"]
     lines = "own_trace_format:read_lines"
@@ -28,7 +27,7 @@ LINES = """\
 
 
 def read_lines(path: Path, read_as: ReadAs) -> Trace | None:
-    """Read one step per line and one token count per expert, for a model with one layer.
+    """Read a file with one step per line and one token count per expert, for a model with one layer.
 
     Returns ``None`` if the file has a different format, so that the next reader is tried.
     """

@@ -1,4 +1,4 @@
-"""Run a service and three ranks of the toy engine in one script, until the service has switched a layer.
+"""Run a service and three ranks of the toy engine in one script until a layer has been switched.
 
 Run it from the repository root: ``python examples/service_with_three_ranks.py``. It needs torch (``make demo`` sets up
 an environment). The engine and its adapter are in ``toy_host.py``.

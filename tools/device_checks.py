@@ -138,7 +138,7 @@ def _last(output: str) -> str:
 
 
 def transfers(device: torch.device) -> str:
-    """Move experts to other ranks and back with checksums. If there are several devices, use the links between them."""
+    """Move experts to other ranks and back, with checksums. With several devices, the experts move over their links."""
     count = 1 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
     command = [sys.executable, "-m", "worker_agent.doctor", "--json", "--device", device.type]
     ranks = max(2, min(count, 8))

@@ -1,9 +1,9 @@
 """Fingerprints of the engine functions that an adapter relies on, from the engines' sources.
 
 ``make known-engines`` records every version in ``engine_sources.VERSIONS`` in the adapters' ``known.json`` and prints
-the changes between successive versions. Read the changes before you add a version. To add functions, run it with
-``ARGS="--engine vllm TARGET ..."``. The engines need not be installed. The fingerprints are identical to the ones that
-``worker_agent.adapters.compat.fingerprint`` computes for an installed engine.
+the changes between successive versions. Read the changes before you add a version. To record further functions,
+add ``ARGS="--engine vllm TARGET ..."``. The engines need not be installed. The fingerprints are identical to the ones
+that ``worker_agent.adapters.compat.fingerprint`` computes for an installed engine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
 
 
 def main() -> None:
-    """Record all versions of one engine, or of every engine."""
+    """Record the functions of all versions of one engine, or of every engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--engine", choices=VERSIONS, help="engine to record (default: all)")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="module:qualified.name; needs --engine")

@@ -1,6 +1,6 @@
-"""Sources of the engines, from their source distributions or wheels.
+"""Download the engines' sources from their source distributions or wheels.
 
-The engines are neither installed nor run, because many need an accelerator's toolkit for installation.
+The engines are neither installed nor run, because installing many of them requires an accelerator's toolkit.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Three kinds of occurrences are counted in each room:
 
 The expressions also match some correct uses, for example "where" after a place. The ceilings allow for these.
 
-If the arguments name rooms, print the place of each occurrence in these rooms instead.
+If the arguments name rooms, the program prints the place of each occurrence in these rooms instead.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ PAGES = "pages"
 PRODUCT_CEILINGS = (4, 3, 1)
 TEST_CEILINGS = (6, 3, 1)
 DOCS_CEILINGS = (4, 3, 1)
-"""Highest rates of a room, in the order of ``GAUGES``."""
+"""Maximum rates of a room, in the order of ``GAUGES``."""
 
 _COLUMN = 24
 
 
 class Place(NamedTuple):
-    """One occurrence: its place and its description."""
+    """Path, line and description of one occurrence."""
 
     path: Path
     line: int
@@ -100,12 +100,12 @@ class Room:
 
 @dataclass(frozen=True)
 class Gauge:
-    """A rate that is held to a ceiling.
+    """A rate that must not exceed a ceiling.
 
     Parameters
     ----------
     name, unit
-        Occurrences that are counted, and the number of words, lines or names that the rate refers to.
+        Name of the counted occurrences, and the unit of the rate, such as ``1,000 words``.
     occurrences, total
         Attributes of ``Room`` with the occurrences, and with the number of words, lines or names that contain them.
     per

@@ -1,4 +1,4 @@
-"""Run mutation tests on one package with cosmic-ray, and show the mutants that its tests miss: ``make mutate``.
+"""Run mutation tests on one package with cosmic-ray, and print the mutants that its tests miss: ``make mutate``.
 
 The mutants are created in a copy of the tree. ``--sample`` sets their number, and ``--seed`` selects them.
 """
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def configuration(source: str, tests: str, timeout: float) -> str:
-    """Return a cosmic-ray configuration that makes tests import the copy instead of the installed package."""
+    """Return a cosmic-ray configuration with which the tests import the copy instead of the installed package."""
     command = f"env PYTHONPATH=. {sys.executable} -m pytest -x -q {tests}"
     return (
         f'[cosmic-ray]\nmodule-path = "{source}"\ntimeout = {timeout}\nexcluded-modules = ["**/generated/*"]\n'

@@ -30,7 +30,7 @@ SEED = 7
 
 
 def recorded(steps: int = STEPS) -> np.ndarray:
-    """Record the tokens per step, layer and expert, int16 ``[T, L, E]``."""
+    """Return the recorded tokens per step, layer and expert, int16 ``[T, L, E]``."""
     torch.set_num_threads(1)
     checkpoint = Checkpoint()
     config = checkpoint.config

@@ -1,7 +1,7 @@
 """Print the size of the code in each room, and fail if a figure exceeds its ceiling: ``make size``.
 
 The size is the number of code tokens, so neither documentation nor formatting changes it. The tours in
-``tools/size_tours.py`` measure how many files and types a reader encounters when following one datum.
+``tools/size_tours.py`` count the files and types that a reader meets when following one datum through the code.
 """
 
 from __future__ import annotations

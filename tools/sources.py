@@ -50,7 +50,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """Package in which the module is counted: two directories deep, or three below ``control``."""
+        """Package to which the module's figures are added: two directories deep, or three below ``control``."""
         parents = self.path.parent.parts
         return "/".join(parents[: 3 if parents[1:2] == ("control",) else 2])
 
@@ -58,7 +58,8 @@ class Source:
     def code_tokens(self) -> int:
         """Number of tokens without docstrings, comments and layout.
 
-        An f-string is one token, as in Python 3.11. Later versions split it, so the parts are not counted there.
+        An f-string counts as one token, as in Python 3.11. Later versions split f-strings, but their parts are not
+        counted.
         """
         prose = {line for node in self._docstrings() for line in range(node.lineno, _last_line(node) + 1)}
         count = 0

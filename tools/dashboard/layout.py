@@ -61,7 +61,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "eplb",
         "title": "Expert-parallel load balance",
-        "description": "Balance, decisions and moves of every deployment, layer and rank.",
+        "description": "Balance, decisions and expert moves for every deployment, layer and rank.",
         "tags": ["eplb"],
         "editable": True,
         "graphTooltip": 1,

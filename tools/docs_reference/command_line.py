@@ -79,16 +79,16 @@ def cli_page() -> str:
     """Return the text of ``reference/cli.md``."""
     sections = [
         "# Command line\n\n"
-        "This page is generated from the commands; `eplb COMMAND --help` prints the same. An error in arguments, files "
-        "or addresses prints one line on stderr and exits with code 2.\n\n"
+        "This page is generated from the commands; `eplb COMMAND --help` prints the same text. After an error in "
+        "arguments, files or addresses, a command prints one line on stderr and exits with code 2.\n\n"
         "| exit code | meaning |\n|---|---|\n"
         "| 0 | success |\n"
         "| 1 | the result is negative, for example if the outputs of a demo differ or the lease was lost |\n"
-        "| 2 | an error to correct in arguments, files or addresses, or a full disk |\n"
+        "| 2 | an error in arguments, files or addresses, or a full disk |\n"
         "| 130, 141 | interrupted by Ctrl-C; the reader of the output has closed the pipe |\n\n"
         "`eplb --install-completion` installs completion of commands and options for bash, zsh and fish, which is "
         "active in the next shell. `eplb --show-completion` prints the script instead. After a mistyped command, "
-        "`eplb` suggests similar ones."
+        "`eplb` suggests similar commands."
     ]
     for command in commands():
         sections.append(f"## {command.name}\n\n{escaped(command.help)}\n")

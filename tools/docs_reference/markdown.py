@@ -1,4 +1,4 @@
-"""Markdown of tables, code and plain text."""
+"""Functions that format tables, code and text as Markdown."""
 
 from __future__ import annotations
 

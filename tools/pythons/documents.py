@@ -1,7 +1,8 @@
 """Run the commands from README, tutorial, files.md and vllm.md in an environment installed as these pages describe.
 
 The pages mark their code blocks. ``sh install`` installs the packages, ``sh`` runs a command, ``sh service`` starts a
-service, and ``sh operator`` queries it. ``sh rank`` and ``sh wheel`` need an engine with torch, so tests run them.
+service, and ``sh operator`` queries it. ``sh rank`` and ``sh wheel`` need an engine with torch, so the test suite runs
+them instead.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def check_service(page: str, checkout: Path, environment: Path) -> None:
                 timeout=SECONDS,
                 check=False,
             )
-            # The service must answer that no rank has joined.
+            # No rank has joined, so the service must answer with an error that names the deployment.
             if "decode" not in done.stderr or "Traceback" in done.stderr:
                 raise FailedError(f"{page}: {query} exited with code {done.returncode}:\n{done.stderr}")
     finally:

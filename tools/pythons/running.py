@@ -1,4 +1,4 @@
-"""Functions that run programs outside the checkout, without this environment's settings."""
+"""Functions that run programs outside the checkout, without the settings in this process's environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SECONDS = 1800.0
-"""Timeout for a program, in seconds. It is generous, because a busy machine is not a failure."""
+"""Timeout for a program, in seconds. It is long, so that a slow run on a busy machine does not count as a failure."""
 
 
 class FailedError(Exception):
@@ -23,7 +23,7 @@ class FailedError(Exception):
 def clean_environment() -> dict[str, str]:
     """Return the environment without variables that affect the packages' settings or imports.
 
-    pip does not compile modules, because Python compiles the few that are imported.
+    ``PIP_COMPILE=0`` keeps pip from compiling all modules, because Python compiles the few that are imported.
     """
     changing = ("EPLB_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "XDG_STATE_HOME")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(changing)}
