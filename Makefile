@@ -57,6 +57,9 @@ types: $(READY)
 layers: $(READY)
 	@$(BIN)/lint-imports
 
+idiom: $(READY) ## count odd constructions, parallel assignments and vague names per component, with their ceilings
+	@$(BIN)/python -m tools.idiom $(ARGS)
+
 size: $(READY) ## print code tokens and function sizes per package, settings and reading tours, with their ceilings
 	@$(BIN)/python -m tools.size $(ARGS)
 

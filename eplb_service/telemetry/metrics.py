@@ -49,7 +49,8 @@ Gain of balancing:
     measured.
   gauge eplb_gain_low_seconds{deployment} Lower end of the 99 % interval of eplb_gain_seconds.
   gauge eplb_gain_high_seconds{deployment} Upper end of the 99 % interval of eplb_gain_seconds.
-  gauge eplb_gain_ranks{deployment} Measured gain as a number of ranks: how many ranks do the work that it saves.
+  gauge eplb_gain_ranks{deployment} Measured gain as a number of ranks: the ranks that would be needed for the
+    work that balancing saves.
   gauge eplb_gain_tokens_per_second{deployment} Measured gain as throughput, in tokens per second.
   gauge eplb_step_seconds{deployment} Wall time of a step as measured by the ranks' hosts, without waits for requests.
   gauge eplb_move_price{deployment} Fraction by which a layer's ratio must fall to justify moving every slot, in the

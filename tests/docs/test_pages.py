@@ -45,9 +45,18 @@ def test_the_architecture_lists_every_package():
 
 
 def test_the_contributing_page_lists_every_make_target():
-    targets = set(re.findall(r"^([a-z-]+):.*## ", page("Makefile"), re.MULTILINE)) - {"help", "clean"}
+    targets = set(re.findall(r"^([a-z0-9-]+):.*## ", page("Makefile"), re.MULTILINE)) - {"help", "clean"}
     assert len(targets) > 12
     assert {target for target in targets if f"`make {target}" not in page("CONTRIBUTING.md")} == set()
+
+
+def test_every_make_target_and_prerequisite_has_a_rule():
+    """For a phony target without a rule, make does nothing and reports success."""
+    makefile = page("Makefile")
+    rules = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    phony = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split())
+    assert len(phony) > 30
+    assert phony == rules
 
 
 def test_files_named_by_pages_exist():
