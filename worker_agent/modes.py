@@ -10,9 +10,15 @@ Mode: TypeAlias = Literal["observe", "policy", "full"]
 """Role of the agent inside an engine.
 
 - ``observe``: the agent records heat and step times, and changes nothing.
-- ``policy``: this project's planner decides inside the engine's own EPLB, which moves the weights.
+- ``policy``: this project's planner decides inside the engine's own EPLB, which moves the weights. If a service is set,
+  the agent also observes the engine.
 - ``full``: the agent replaces the engine's EPLB. It moves the weights according to the service's plans.
 """
+
+
+def has_service(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if ``EPLB_AGENT_SERVICE`` names a service."""
+    return bool(environment.get("EPLB_AGENT_SERVICE", "").strip())
 
 
 def requested_mode(environment: Mapping[str, str] = os.environ) -> Mode | None:
@@ -41,12 +47,12 @@ def requested_mode(environment: Mapping[str, str] = os.environ) -> Mode | None:
         ...
     ValueError: EPLB_AGENT_MODE=full needs a service; set EPLB_AGENT_SERVICE to its host:port
     """
-    has_service = bool(environment.get("EPLB_AGENT_SERVICE", "").strip())
+    service = has_service(environment)
     mode = environment.get("EPLB_AGENT_MODE", "").strip().lower()
     if not mode:
-        return "full" if has_service else None
+        return "full" if service else None
     if mode not in get_args(Mode):
         raise ValueError(f"EPLB_AGENT_MODE is {mode!r}; set it to observe, policy or full")
-    if mode == "full" and not has_service:
+    if mode == "full" and not service:
         raise ValueError("EPLB_AGENT_MODE=full needs a service; set EPLB_AGENT_SERVICE to its host:port")
     return cast(Mode, mode)

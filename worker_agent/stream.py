@@ -359,8 +359,13 @@ class ServiceStream:
         """Yield the hello, heartbeats and queued items. A long queue does not delay heartbeats that carry news."""
         # The switch learns of a new term only at the model's next step, which may be a long time away.
         term = max(self._highest_term(), self._welcomed_term)
-        yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
+        layout = self._installed()
+        yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(layout, term)))
         heartbeats = HeartbeatSchedule(self._runtime.now())
+        # The service learns the layouts of an observed engine only from Hellos. After a move, heartbeats therefore
+        # report the new layout once all older heat has been sent, and newer heat waits for the next Hello.
+        observed = self._identity.shape.observed
+        has_moved = False
         while not ended.is_set() and not self._closing.is_set():
             self._sending_since = self._runtime.now()
             seconds = heartbeats.seconds_left(self._runtime.now())
@@ -368,15 +373,22 @@ class ServiceStream:
                 welcome = self.welcome
                 interval = welcome.heartbeat_seconds if welcome else _INITIAL_BEAT_SECONDS
                 beat = self._beat()
+                if observed and not has_moved:
+                    beat = replace(beat, epoch=layout.epoch, digest=layout.digest)
                 if heartbeats.is_due(self._runtime.now(), beat, interval):
                     yield agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 continue
+            if has_moved:
+                ended.wait(seconds)
+                continue
             item = self._outbox.take(timeout=seconds)
-            if ended.is_set():
+            has_moved = observed and isinstance(item, HeatReport) and max(item.layer_epochs) > layout.epoch
+            if has_moved:
+                heartbeats = HeartbeatSchedule(self._runtime.now())  # the next one is due immediately
+            if ended.is_set() or has_moved:
                 if item is not None:
                     self._outbox.restore(item)
-                return
-            if isinstance(item, HeatReport):
+            elif isinstance(item, HeatReport):
                 report = replace(item, dropped_steps=self._outbox.dropped_steps)
                 heartbeats.note_heat()
                 yield agent_pb2.ConnectRequest(heat_report=encode(report))

@@ -65,8 +65,9 @@ class Scene:
         self.outbox = Outbox(heat_reports=2)
         self.installed = INSTALLED
         self.highest_term = 0
+        self.beat = Heartbeat(step=5, error="tired")
         self.address = f"127.0.0.1:{port}"
-        states = (lambda: self.installed, lambda: self.highest_term, lambda: Heartbeat(step=5, error="tired"))
+        states = (lambda: self.installed, lambda: self.highest_term, lambda: self.beat)
         settings = live.settings(service=self.address, **settings)
         self.stream = ServiceStream(settings, identity, self.outbox, *states)
 
@@ -149,6 +150,31 @@ def test_a_flood_of_heat_does_not_suppress_heartbeats() -> None:
         finally:
             stop.set()
             flooding.join()
+
+
+def test_heat_under_a_newer_layout_waits_until_the_next_hello_of_an_observed_rank() -> None:
+    observed = replace(IDENTITY, shape=replace(SHAPE, observed=True))
+    with Scene(identity=observed) as scene:
+        assert scene.hear("hello").placement.epoch == 0
+        # The engine moves experts while a report under the old layout is still on its way.
+        scene.installed = scene.installed.with_layer(0, LINEAR.phy2log_LRS[0], scene.installed.log2phy_LE[0])
+        scene.beat = Heartbeat(epoch=1, digest=scene.installed.digest)
+        assert [scene.hear("heartbeat").epoch for _ in range(2)] == [0, 0]
+        for step, epochs in ((8, (0,) * LAYERS), (9, scene.installed.layer_epochs)):
+            scene.outbox.put(replace(live.segment(first_step=step, steps=1), layer_epochs=epochs))
+        assert scene.hear("heat_report").first_step == 8
+        kinds = []
+        asked = False
+        while kinds[-1:] != ["hello"]:
+            request = scene.service.heard.get(timeout=60)
+            kinds.append(request.WhichOneof("message"))
+            if kinds[-1] == "heartbeat" and request.heartbeat.epoch == 1 and not asked:
+                scene.service.to_say.put(None)
+                asked = True
+        assert "heat_report" not in kinds
+        assert request.hello.placement.epoch == 1
+        report = scene.hear("heat_report")
+        assert (report.first_step, report.dropped_steps) == (9, 0)
 
 
 def test_a_valid_plan_is_queued_and_a_malformed_one_is_rejected() -> None:

@@ -4,9 +4,11 @@ The figures of the engine's own policy are measured in the same engine with the 
 """
 
 import json
+from functools import partial
 
 import pytest
 
+from eplb_service.cli.main import run as eplb
 from tests.engines.conftest import warm, with_own_eplb
 from tests.engines.engine_checks import check_same_answers
 from tests.engines.environments import VLLM_032
@@ -19,6 +21,12 @@ FOUR_RANKS = with_own_eplb(ranks=4, redundant=8, window=WINDOW)
 TWO_RANKS = with_own_eplb(ranks=2, redundant=4, window=WINDOW)
 MAX_IMBALANCE_OVER_OWN = 0.03
 """Allowance for the difference between runs of the same policy, which is large because windows are short."""
+MAX_ERROR_OF_EVEN_SPLIT = 0.05
+"""The service assumes that replicas share tokens evenly. The engines choose by row, and these batches are small."""
+BALANCE_STEPS = 64
+"""Number of steps over which the service measures the PAR that it shows."""
+SGLANG_LAYERS = 3
+"""Number of values per forward pass that ``measure_sglang_routing`` measures."""
 MAX_SHARE_FETCHED = 1 / 5
 MAX_TIES = 0.01
 """Maximum share of answers with a different token.
@@ -51,6 +59,94 @@ def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_pa
     _, fetched = figures(path)
     print(f"{sum(fetched)} experts fetched in {len(fetched)} rearrangements")
     assert sum(fetched) > 0
+
+
+def check_balance_shown(service, path, capsys, per_pass, least_gain):
+    """Check that a service decided, received all heat, and shows the balance of the placement that is served now.
+
+    Parameters
+    ----------
+    service
+        The service.
+    path
+        Imbalance and rearrangements as measured in the engine.
+    capsys
+        Fixture that captures the output of ``eplb status``.
+    per_pass
+        Number of measured values per forward pass.
+    least_gain
+        Minimum difference of the PAR from that of the initial placement, as measured in the engine.
+    """
+    service.wait_until(lambda status: status.status.epoch > 0, 600)
+    pars = []
+    for _ in range(9):
+        enough = service.status().status.steps_received + BALANCE_STEPS
+        shown = service.wait_until(
+            lambda status, enough=enough: status.status.steps_received >= enough and status.status.par > 1
+        )
+        pars.append(shown.status.par)
+    capsys.readouterr()
+    assert eplb(["status", "default", "--json", "--address", service.address]) == 0
+    shown = json.loads(capsys.readouterr().out)["status"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    first = next(index for index, line in enumerate(lines) if line.get("fetched"))
+    counted = [
+        [line["imbalance"] for line in part if "imbalance" in line] for part in (lines[:first], lines[first:])
+    ]
+    # The first value may still include steps before the move.
+    pars = pars[1:]
+    initial, recent = counted[0], counted[1][-len(pars) * BALANCE_STEPS * per_pass :]
+    initial, recent, par = (sum(values) / len(values) for values in (initial, recent, pars))
+    decisions = service.log.read_text().count("engine_decision")
+    with capsys.disabled():
+        print(
+            f"\nPAR {par:.3f} at epoch {shown['epoch']}; the engine counted {recent:.3f}, and {initial:.3f} in its "
+            f"initial placement; {decisions} decisions of the service; {shown['steps_received']} steps arrived "
+            f"complete, {shown['steps_lost']} were lost"
+        )
+    assert decisions > 0
+    assert (shown["observed"], shown["plan_id"], shown["steps_lost"]) == (True, 0, 0)
+    assert shown["par_steps"] == BALANCE_STEPS
+    assert abs(par - recent) < MAX_ERROR_OF_EVEN_SPLIT
+    assert initial - par > least_gain
+
+
+def check_policy_with_a_service(start, engine, service, folder, capsys, per_pass=1, least_gain=0.06):
+    """Check an engine's answers, also after its service has died, and the balance that the service shows before.
+
+    ``start`` starts an engine.
+    """
+    load = {"requests": 8, "max_tokens": 120}
+    enough = folder / "enough"
+    path = folder / "planner.jsonl"
+    settings = {
+        "EPLB_AGENT_MODE": "policy",
+        "EPLB_AGENT_SERVICE": service.address,
+        "EPLB_AGENT_DEPLOYMENT": "default",
+        "EPLB_AGENT_DECISION_TIMEOUT_SECONDS": "20",
+        "EPLB_TEST_MEASURE": str(path),
+    }
+    run = start(load | {"rounds": 1000, "until": str(enough), "engine": engine}, name="planner", **settings)
+    check_balance_shown(service, path, capsys, per_pass, least_gain)
+    service.kill()
+    run.wait_for("the service did not decide, so this rank does")
+    enough.touch()
+    answers = run.answers()
+    alone = start(load | {"rounds": len(answers) // load["requests"]}, name="alone")
+    check_same_answers(answers, alone.answers())
+
+
+def test_vllm_asks_a_service_which_also_shows_the_balance(run_vllm, service, tmp_path, capsys):
+    engine = with_own_eplb(ranks=2, redundant=4, window=512)
+    check_policy_with_a_service(partial(run_vllm, VLLM_032), engine, service, tmp_path, capsys)
+
+
+def test_sglang_asks_a_service_which_also_shows_the_balance(run_sglang, service, tmp_path, capsys):
+    own_eplb = {"eplb_rebalance_num_iterations": 512, "expert_distribution_recorder_buffer_size": 512}
+    engine = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4} | own_eplb
+    check_policy_with_a_service(
+        run_sglang, engine, service, tmp_path, capsys, per_pass=SGLANG_LAYERS, least_gain=0.0
+    )
 
 
 def test_weights_reloaded_in_policy_mode_reach_the_right_experts(run_vllm, agent_site, tmp_path):

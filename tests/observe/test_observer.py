@@ -152,6 +152,11 @@ async def test_a_service_measures_the_layout_that_the_engine_serves():
         before = heat().assembled
         await serve(pairs, BALANCED, lambda: heat().assembled >= before + 32)
         assert par() == 1.5
+        # Heat of the passes after the move waited for the new layout.
+        assert (deployment.totals.steps_lost, [observer._outbox.dropped_steps for observer, _ in pairs]) == (
+            0,
+            [0, 0],
+        )
         assert deployment.live.placement.phy2log_LRS.tolist() == [HALVES, [[0, 1], [2, 3]]]
         assert deployment.totals.layers_switched == 0
         tick(plane)

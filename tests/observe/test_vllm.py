@@ -17,6 +17,7 @@ from tests.adapters.vllm_fakes import layer as dispatch_flags
 from tests.adapters.vllm_fakes import modules, scheduled
 from worker_agent.adapters import plugins
 from worker_agent.adapters.compat import Function
+from worker_agent.adapters.vllm import step_split
 from worker_agent.observe import observer as observer_module
 from worker_agent.observe import vllm as observing
 from worker_agent.observe import worker as worker_module
@@ -42,11 +43,23 @@ class Engine:
         True if vLLM's EPLB is enabled.
     dispatch
         Dispatch flags of the layers.
+    policy
+        True if policy mode's step split patches vLLM before the observer does.
     parallel
         Changes to ``ParallelConfig``.
     """
 
-    def __init__(self, monkeypatch, rank=0, eplb=False, dispatch=None, expert_map=True, ranks=2, **parallel):
+    def __init__(
+        self,
+        monkeypatch,
+        rank=0,
+        eplb=False,
+        dispatch=None,
+        expert_map=True,
+        ranks=2,
+        policy=False,
+        **parallel,
+    ):
         self.seen = []
         engine = self
 
@@ -142,6 +155,11 @@ class Engine:
         monkeypatch.setattr(worker_module, "mismatches", lambda *_: [])
         monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
         monkeypatch.setenv("EPLB_AGENT_DATA_HOST", "127.0.0.1")
+        self.splits = {}
+        if policy:
+            step_split.check_functions()
+            step_split.patch_router()
+            step_split.follow_commits(self.splits)
         observing.install()
         self.worker = Worker()
         assert self.worker.load_model(load_dummy_weights=True) == "loaded"
@@ -227,7 +245,7 @@ def test_one_rank_is_observed_although_it_cannot_be_imbalanced(engine, caplog):
 
 def test_maps_committed_by_vllms_eplb_are_followed(engine, caplog):
     started = engine(eplb=True)
-    assert "vLLM's own EPLB keeps balancing" in caplog.text
+    assert "vLLM's EPLB moves experts" in caplog.text
     started.run()
     state = started.worker.state
     started.commits._commit_eplb_maps_for_layer(state, new_physical_to_logical_map=HALVES, layer=1)
@@ -245,6 +263,26 @@ def test_maps_committed_by_vllms_eplb_are_followed(engine, caplog):
     draft = SimpleNamespace(physical_to_logical_map=HALVES.repeat(LAYERS, 1))
     started.commits._commit_eplb_maps(draft, new_physical_to_logical_map=HALVES.repeat(LAYERS, 1))
     assert observer.layout is observer._layout
+
+
+def test_choices_are_counted_before_policy_modes_step_split_maps_them(engine):
+    started = engine(eplb=True, policy=True)
+    installed = []
+    split = SimpleNamespace(
+        applies=lambda rows: rows == len(IDS),
+        map_and_record=lambda _, ids: ids + 100,
+        install=lambda new_P: installed.append(new_P.tolist()),
+    )
+    for layer in started.worker.model_runner.get_model():
+        layer.router.eplb_agent_split = split
+        layer.router.eplb_state = "vLLM's state"
+    started.splits[id(started.worker.state)] = [split] * LAYERS
+    started.run()
+    assert started.heat() == [[3, 2, 1, 0]] * LAYERS
+    started.commits._commit_eplb_maps(started.worker.state, HALVES.repeat(LAYERS, 1))
+    started.run()
+    assert installed == [HALVES.tolist()] * LAYERS
+    assert started.observation.observer.installed.layer_epochs == (1, 2)
 
 
 def test_a_line_and_a_trace_are_written_without_a_service(engine, caplog, monkeypatch, tmp_path):

@@ -202,7 +202,7 @@ def test_layers_that_run_after_the_target_model_are_not_counted(engine):
 
 def test_placements_installed_by_dynamic_eplb_are_followed(engine, caplog):
     started = engine(eplb=True)
-    assert "own EPLB keeps balancing" in caplog.text
+    assert "EPLB moves experts" in caplog.text
     started.worker.execute_model(scheduled([3]))
     observer = started.observation.observer
     assert observer.installed.placement.phy2log_LRS.tolist() == [[[0, 1, 3], [2, 3, 0]]] * LAYERS

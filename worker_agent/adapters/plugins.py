@@ -14,7 +14,7 @@ import os
 from functools import cache
 
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.modes import Mode, requested_mode
+from worker_agent.modes import Mode, has_service, requested_mode
 
 _log = logging.getLogger("eplb.agent")
 _installed: set[str] = set()
@@ -95,13 +95,19 @@ def register_sglang() -> None:
 
 
 def _install(mode: Mode, engine: str, description: str) -> None:
-    """Install a mode into an engine once per process."""
+    """Install a mode into an engine once per process, and with a service, observe mode after policy mode."""
     hooks = _HOOKS[mode, engine]
     if hooks in _installed:
         return
     importlib.import_module(hooks).install()
     _installed.add(hooks)
     _log.info("eplb-agent %s %s", _EFFECTS[mode], description)
+    if mode == "policy" and has_service():
+        # The observer counts choices before policy mode's step split maps them, so its hooks must be the outer ones.
+        try:
+            _install("observe", engine, description)
+        except Exception:
+            _log.exception("the service will not show this engine's heat, but its decisions are not affected")
 
 
 def _requested_mode() -> Mode | None:

@@ -107,11 +107,14 @@ class ObservedLayout:
             rank_E = self.table_LE[layer] // slots
             table_E: Int32 = (rank_E * slots + first_RE[rank_E, np.arange(self.experts)]).astype(np.int32)
             return table_E[:, None]
-        table_ED = np.zeros((self.experts, self.width), dtype=np.int32)
-        for expert in range(self.experts):
-            rank_K = np.nonzero(served_RS == expert)[0]
-            entries_K = rank_K * slots + first_RE[rank_K, expert]
-            table_ED[expert] = np.resize(entries_K, self.width)
+        rank_P, slot_P = np.nonzero(served_RS >= 0)
+        expert_P = served_RS[rank_P, slot_P]
+        entry_P = (rank_P * slots + first_RE[rank_P, expert_P])[np.argsort(expert_P, kind="stable")]
+        count_E = np.bincount(expert_P, minlength=self.experts)
+        start_E = np.cumsum(count_E) - count_E
+        table_ED: Int32 = entry_P[start_E[:, None] + np.arange(self.width) % count_E[:, None]].astype(
+            np.int32
+        )
         return table_ED
 
 

@@ -26,6 +26,7 @@ from worker_agent.device import device_name
 from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
 from worker_agent.heat import HeatRecorder
 from worker_agent.live_layer import LiveLayer
+from worker_agent.modes import has_service
 from worker_agent.observe.layout import ObservedLayout, moved
 from worker_agent.observe.local import LocalReports, Store
 from worker_agent.runtime import REAL, Runtime
@@ -225,12 +226,12 @@ class Observer:
         settings = AgentSettings()
         for complaint in misspelt_settings(os.environ):
             log.warning("%s", complaint)
-        has_service = bool(os.environ.get("EPLB_AGENT_SERVICE", "").strip())
-        store = None if has_service or len(ranks.counting) == 1 else _shared_store()
-        observer = cls(rings, layout, ranks, settings, store, has_service=has_service)
+        service = has_service()
+        store = None if service or len(ranks.counting) == 1 else _shared_store()
+        observer = cls(rings, layout, ranks, settings, store, has_service=service)
         if ranks.rank == 0:
             layers, size, slots = layout.phy2log_LRS.shape
-            if has_service:
+            if service:
                 target = f"reports go to deployment {settings.deployment} at {settings.service}"
             else:
                 trace = (
@@ -240,8 +241,7 @@ class Observer:
                 )
                 target = f"balance is logged here every {settings.log_interval_steps} forward passes{trace}"
             log.info(
-                "eplb-agent observes %d MoE layers of %d experts over %d ranks of %d slots in %s, and changes nothing; "
-                "%s%s",
+                "eplb-agent observes %d MoE layers of %d experts over %d ranks of %d slots in %s; %s%s",
                 layers,
                 layout.experts,
                 size,

@@ -252,7 +252,7 @@ def _placement_of(model: _Model, slots: list[list[list[int]] | None]) -> tuple[I
     size = len(slots)
     if model.state is not None:
         phy2log_LP = model.state.physical_to_logical_map.cpu().numpy().astype(np.int32)
-        return phy2log_LP.reshape(layers, size, -1), "vLLM's own EPLB keeps balancing"
+        return phy2log_LP.reshape(layers, size, -1), "vLLM's EPLB moves experts"
     if size == 1:
         return linear(layers, model.experts, 1), "With one rank, there is no imbalance"
     if any(rank_slots is None for rank_slots in slots):

@@ -132,7 +132,7 @@ class AscendObservation(WorkerObservation):
             maps_LRE = np.stack([layer.global_expert_map.cpu().numpy() for layer in layers])
             self._phy2log_LRS = _slots_of(maps_LRE)
             self._table_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
-            note = "vLLM-Ascend's own EPLB keeps balancing"
+            note = "vLLM-Ascend's EPLB moves experts"
         elif size == 1 or local is None:
             self._phy2log_LRS = linear(len(layers), experts, size)
             note = without_expert_parallelism(size) if size > 1 else "With one rank, there is no imbalance"

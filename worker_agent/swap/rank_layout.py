@@ -211,7 +211,7 @@ def check_plan(message: agent_pb2.Plan, identity: Identity, installed: RankLayou
         that share tokens would get different tables, or a rank-bound expert would leave its rank.
     """
     if identity.shape.observed:
-        raise WireError("this agent only observes (EPLB_AGENT_MODE=observe) and does not move experts")
+        raise WireError("this agent only observes and does not move experts")
     plan = decode_plan(message, identity.shape)
     for layer in plan.layers:
         installed_RS = installed.placement.phy2log_LRS[layer.layer]

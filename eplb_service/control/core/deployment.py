@@ -272,7 +272,7 @@ class Deployment:
         if self.group is None or self.live is None or self.heat is None:
             return "not all ranks have reported their layout"
         if self.observed:
-            return "its agents only observe (EPLB_AGENT_MODE=observe)"
+            return "its agents only observe (EPLB_AGENT_MODE=observe or policy)"
         if self.paused:
             return "planning is paused"
         if self.plan is not None:
@@ -438,8 +438,13 @@ class Deployment:
         self._trust_ranks(rank)
 
     def is_ahead(self, rank: int, report: HeatReport) -> bool:
-        """Return True if a rank's report is so far ahead of slower ranks that accepting it would drop steps."""
-        return self.heat is None or self.heat.pending.is_ahead(rank, report)
+        """Return True if a rank's report is so far ahead of slower ranks that accepting it would drop steps.
+
+        This includes a report under a layout that other ranks have not yet confirmed with a Hello.
+        """
+        if self.heat is None or (self.live is None and not self.heat.placements.knows(report.layer_epochs)):
+            return True
+        return self.heat.pending.is_ahead(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """Process a rank's heat report.

@@ -184,7 +184,7 @@ def _balancing_problems(deployment: Deployment) -> list[str]:
             "experts are bound to their ranks (grouped experts), so there is nothing to plan; the service only "
             "monitors the heat"
         )
-    if deployment.group is not None:
+    if deployment.group is not None and not deployment.observed:
         lines += _split_problems(deployment.group.shape.splits_by_step, deployment.limits.split)
     if deployment.heat is not None:
         lines += _heat_problems(deployment.heat, deployment.limits, _routed_by_tables(deployment))

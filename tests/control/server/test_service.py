@@ -37,6 +37,8 @@ from tests.control.fake_group import (
     skewed_heat,
 )
 from tests.control.server.service_under_test import settings, tick, until
+from worker_agent.policy.service import ServiceDecision
+from worker_agent.settings import AgentSettings
 
 
 async def test_connected_streams_are_excluded_from_garbage_collection(
@@ -132,6 +134,12 @@ async def test_an_observed_deployment_is_measured_but_never_planned_for(service:
         assert (status.observed, status.last_decision, list(status.problems)) == (True, "", [])
         assert (status.plan_id, status.epoch) == (0, 0)
         assert status.par > 1.5
+        # In policy mode, the engine asks for decisions under the same name.
+        agent = AgentSettings(service=service.address, deployment="decode", decision_timeout_seconds=20)
+        heat_NLE = np.tile([2000, 1000, 6000, 1000], (8, 1, 1))
+        decide = ServiceDecision(agent, "even")
+        new_LP = await asyncio.to_thread(decide, heat_NLE, np.array([[0, 1, 2, 3, 0, 1]]), 2, 1, True)
+        assert new_LP.tolist() == [[0, 1, 2, 3, 0, 2]]
         with pytest.raises(grpc.aio.AioRpcError, match="only observe"):
             await group.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
 
