@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.placement import Int32
+from worker_agent.device import on_host
 from worker_agent.step_split_kernel import SplitKernels
 from worker_agent.stepwise import Gatherer, StepwiseSplit
 
@@ -231,7 +232,8 @@ class StepSplit:
     def write_again(self) -> None:
         """Write all tensors in place, because a sleeping engine may have discarded device memory."""
         self._split.install(self._installed_RS)
-        self._first_E.copy_(torch.from_numpy(_first_slots(self._installed_RS, self._experts)))
+        first_E = torch.from_numpy(_first_slots(self._installed_RS, self._experts))
+        self._first_E.copy_(on_host(first_E, self._first_E.device), non_blocking=True)
 
     def physical(
         self, ids_TK: torch.Tensor, real_rows: torch.Tensor | None = None

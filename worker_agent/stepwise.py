@@ -40,6 +40,7 @@ import torch
 
 from eplb_core.placement import Int32
 from worker_agent.counting import count_ids, sorted_positions
+from worker_agent.device import on_host
 from worker_agent.stepwise_tables import PENALTIES, max_replica_slots, rounding_dithers, split_tables
 
 ROUNDS = 22
@@ -166,10 +167,10 @@ class StepwiseSplit:
     def install(self, phy2log_RS: Int32) -> None:
         """Switch to a new placement of the same shape, in place. Call this between two steps."""
         tables = split_tables(phy2log_RS, self._experts, self._replica_slots)
-        for name, table in tables.items():
-            getattr(self, name).copy_(torch.from_numpy(table))
-        # This tensor is constant, but a sleeping engine may have discarded its memory.
-        self._dither_WX.copy_(torch.from_numpy(self._dithers()))
+        # The dither is constant, but a sleeping engine may have discarded its memory.
+        for name, table in (*tables.items(), ("_dither_WX", self._dithers())):
+            tensor = getattr(self, name)
+            tensor.copy_(on_host(torch.from_numpy(table), tensor.device), non_blocking=True)
 
     def _dithers(self) -> npt.NDArray[np.float64]:
         return rounding_dithers(self._ranks, self._replica_slots)

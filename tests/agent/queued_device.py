@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from worker_agent import forward_clock, heat
+from worker_agent import forward_clock, heat, step_split, stepwise
 from worker_agent.adapters.sglang import host as sglang_host
 from worker_agent.adapters.vllm import host as vllm_host
 from worker_agent.swap import staging, table_check
@@ -257,5 +257,6 @@ def install() -> DeviceQueue:
         return torch.empty(shape, dtype=dtype)
 
     heat.empty_on_host = forward_clock.empty_on_host = table_check.empty_on_host = empty_on_host
-    staging.on_host = vllm_host.on_host = sglang_host.on_host = lambda tensor, _: tensor
+    for using in (staging, vllm_host, sglang_host, step_split, stepwise):
+        using.on_host = lambda tensor, _: tensor
     return QueuedTensor.queue

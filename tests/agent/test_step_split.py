@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.agent import queued_device
 from tests.ranks import run_ranks
 from tests.solver.slow.stepwise import optimum
 from worker_agent import step_split as module
@@ -223,3 +226,24 @@ def test_the_split_uses_pytorch_operators_if_its_kernels_do_not_work(monkeypatch
         assert not split.uses_kernels
         assert reason in caplog.text
         check_experts(split.physical(SKEWED_TK)[0], SKEWED_TK, PLACED_RS)
+
+
+def install_on_a_busy_device():
+    """Install a placement. Return whether the host waited for the device, and whether the tables are then right."""
+    device = queued_device.install()
+    split = StepSplit(PLACED_RS, EXPERTS, torch.device("queued"))
+    done = threading.Event()
+    device.put(done.wait)
+    threading.Timer(5, done.set).start()
+    split.install(PLACED_RS[::-1])
+    waited = done.is_set()
+    done.set()
+    device.wait()
+    expected = StepSplit(PLACED_RS[::-1], EXPERTS, "cpu")
+    names = [name for name, value in vars(expected._split).items() if isinstance(value, torch.Tensor)]
+    same = [torch.equal(getattr(split._split, name).held, getattr(expected._split, name)) for name in names]
+    return waited, all(same), torch.equal(split._first_E.held, expected._first_E)
+
+
+def test_installing_a_placement_does_not_wait_for_the_device():
+    assert run_ranks(1, install_on_a_busy_device) == [(False, True, True)]
