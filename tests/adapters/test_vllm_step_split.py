@@ -283,8 +283,13 @@ def test_the_choice_is_logged_on_the_first_rank_with_its_reason(caplog):
 TARGET_LRS = np.array([[[1, 2, 0, 3], [4, 5, 0, 1]], [[0, 1, 2, 3], [0, 1, 4, 5]]], dtype=np.int32)
 
 
-def switched_host():
-    """Switch a full-mode host that splits per step. Return the facts that its service and its router see."""
+def switched_host(data_parallel):
+    """Switch a full-mode host that splits per step. Return the facts that its service and its router see.
+
+    Data-parallel ranks have different tokens, and rank 1 has none in the last pass.
+    """
+    rank = dist.get_rank()
+    ids_TK = IDS_TK if data_parallel == 1 or rank == 0 else (IDS_TK[:10] + 2) % EXPERTS
     os.environ["EPLB_AGENT_STEP_SPLIT"] = "on"
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -299,18 +304,18 @@ def switched_host():
                 runner.router.eplb_state = SimpleNamespace(
                     expert_load_view=state.expert_load_pass[index], should_record_tensor=torch.tensor(True)
                 )
-            state, host = fakes.started(state=state)
+            state, host = fakes.started(state=state, data_parallel=data_parallel)
     finally:
         del os.environ["EPLB_AGENT_STEP_SPLIT"]
     loads = []
 
-    def step():
+    def step(is_dummy=False):
         state.expert_load_pass.zero_()
         for index, runner in enumerate(state.model.moe_layers):
-            physical_TK = runner.router._apply_eplb_mapping(IDS_TK)
+            physical_TK = runner.router._apply_eplb_mapping(ids_TK)
             placed_P = state.physical_to_logical_map[index]
-            assert placed_P[physical_TK.long()].tolist() == IDS_TK.tolist()
-        host.step(is_dummy=False)
+            assert placed_P[physical_TK.long()].tolist() == ids_TK.tolist()
+        host.step(is_dummy)
         row = (int(host._heat.passes) - 1) % host._heat.slots_LWS.shape[1]
         loads.append(host._heat.slots_LWS[:, row].tolist())
 
@@ -318,19 +323,42 @@ def switched_host():
     host.agent.restore(Placement(TARGET_LRS, fakes.EXPERTS))
     host.agent.resume()
     step()
+    step(is_dummy=data_parallel > 1 and rank == 1)
     facts = host.agent.identity.shape.splits_by_step, int(host._heat.passes)
     host.close()
     return *facts, loads, state.physical_to_logical_map.tolist()
 
 
-def test_full_mode_installs_commits_in_the_splits_and_reports_received_tokens():
-    results = run_ranks(RANKS, switched_host)
+@pytest.mark.parametrize(("data_parallel", "tokens"), [(1, [24, 24, 24]), (RANKS, [34, 34, 24])])
+def test_full_mode_installs_commits_in_the_splits_and_reports_received_tokens(data_parallel, tokens):
+    results = run_ranks(RANKS, switched_host, data_parallel)
     for declared, passes, _, placed_LP in results:
         assert declared
-        assert passes == 2
+        assert passes == len(tokens)
         assert placed_LP == TARGET_LRS.reshape(len(TARGET_LRS), -1).tolist()
-    for step in range(2):
+    for step, real in enumerate(tokens):
         loads_RLS = np.array([result[2][step] for result in results])
         loads_RL = loads_RLS.sum(axis=2)
-        assert loads_RL.sum(axis=0).tolist() == [IDS_TK.numel()] * fakes.LAYERS
-        assert loads_RL.max() <= IDS_TK.numel() / RANKS + 1
+        assert loads_RL.sum(axis=0).tolist() == [2 * real] * fakes.LAYERS
+        # The split also counts the tokens of a dummy pass, because ranks compute them.
+        if real >= tokens[0]:
+            assert loads_RL.max() <= real + 1
+
+
+@pytest.mark.parametrize(("facts", "is_pooling"), [({"pipeline_parallel_size": 2}, False), ({}, True)])
+def test_full_mode_exchanges_no_counts_if_vllm_skips_the_agent_after_some_passes(facts, is_pooling):
+    assert run_ranks(RANKS, choice_in_full_mode, facts, is_pooling) == [True] * RANKS
+
+
+def choice_in_full_mode(facts, is_pooling):
+    """Return True if a full-mode host leaves the split off because of skipped calls."""
+    state = fakes.model_state(dist.get_rank())
+    state.model.is_pooling_model = is_pooling
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPLB_AGENT_STEP_SPLIT", "on")
+        parallel = SimpleNamespace(**vars(fakes.config(RANKS)), **facts)
+        patch.setattr(fakes, "config", lambda _: parallel)
+        _, host = fakes.started(state=state, data_parallel=RANKS)
+    reason = str(host._split_choice)
+    host.close()
+    return "pipelines and pooling models" in reason

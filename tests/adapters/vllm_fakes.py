@@ -101,13 +101,22 @@ def run_pass(state, layers=LAYERS, parts=1):
             runner.router._apply_eplb_mapping("choices")
 
 
-def started(place=lambda tensor: tensor, state=None, **changes):
+def all_gather(rows_TX, dim=0):
+    """Return the rows of all ranks."""
+    gathered = [torch.empty_like(rows_TX) for _ in range(RANKS)]
+    dist.all_gather(gathered, rows_TX)
+    return torch.cat(gathered, dim)
+
+
+def started(place=lambda tensor: tensor, state=None, data_parallel=1, **changes):
     """Return this rank's state and its host. ``changes`` are agent settings."""
     rank = dist.get_rank()
     state = state or model_state(rank, place)
     engine_host.AgentSettings = lambda: live.settings(**changes)
-    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
-    return state, VllmHost(state, config(), group)
+    world = dist.group.WORLD
+    groups = {"cpu_group": world, "device_group": world, "all_gather": all_gather}
+    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, **groups)
+    return state, VllmHost(state, config(data_parallel), group)
 
 
 VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}

@@ -77,8 +77,7 @@ def check_observed(service, folder, steps=64):
     """
     service.wait_until(lambda status: status.status.observed and status.status.window_steps >= 64, 900)
     path = folder / "observed.zarr"
-    recording = ["default", "--out", str(path), "--steps", str(steps), "--address", service.address]
-    assert run(["trace", "record", *recording]) == 0
+    record(service, path, steps)
     # While an engine's own EPLB moves experts, the service waits for the ranks' new layout and does not know the PAR.
     status = service.wait_until(lambda status: status.status.par > 1, 900).status
     print(
@@ -88,14 +87,24 @@ def check_observed(service, folder, steps=64):
     check_trace(path)
 
 
+def record(service, path, steps):
+    """Record the heat of the next steps."""
+    recording = ["default", "--out", str(path), "--steps", str(steps), "--address", service.address]
+    assert run(["trace", "record", *recording]) == 0
+
+
 def check_trace(path):
-    """Check that a recording has the same number of choices in every layer, and run ``eplb advise`` on it."""
+    """Check that a recording has the same number of choices in every layer, and run ``eplb advise`` on it.
+
+    Return the number of choices per step and layer.
+    """
     trace = open_trace(path)
     heat_TLE = trace.heat(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)
     assert (chosen_TL > 0).all()
     assert (chosen_TL == chosen_TL[:, :1]).all()
     assert run(["advise", "--heat", str(path), "--ranks", "2", "--redundant", "0,2"]) == 0
+    return chosen_TL
 
 
 def check_without_a_service(log, path):

@@ -1,6 +1,6 @@
-"""Measure vLLM's or SGLang's own EPLB: the imbalance of every step and the experts fetched. Runs in the engine.
+"""Measure balance in vLLM or SGLang: the imbalance of every step and the experts fetched. Runs in the engine.
 
-The first rank appends one line of JSON per step or rearrangement to the file that ``EPLB_TEST_MEASURE`` names.
+The first rank appends one line of JSON per step or change of placement to the file that ``EPLB_TEST_MEASURE`` names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import os
 from pathlib import Path
 
 import torch
+
+_last = {}
+"""Placement of the last measured step, under the key ``placement``."""
 
 
 def _append(**values):
@@ -27,54 +30,40 @@ def _fetched(old_LP, new_LP, ranks):
     return sum(len(set(new_S) - set(old_S)) for old_S, new_S in pairs)
 
 
+def _note_moves(placed_LP, ranks):
+    """Append the number of experts that ranks have fetched since the last call, if the placement has changed."""
+    new_LP = placed_LP.cpu().clone()
+    old_LP = _last.get("placement", new_LP)
+    if not torch.equal(old_LP, new_LP):
+        _append(fetched=_fetched(old_LP, new_LP, ranks))
+    _last["placement"] = new_LP
+
+
 def measure_vllm():
-    """Wrap ``EplbState.step`` and ``EplbState.rearrange``."""
-    from vllm.distributed.eplb.eplb_state import EplbState
+    """Measure each step of a model, before vLLM's EPLB or the agent sees it.
+
+    With data parallelism, each rank counts only its own tokens, so the counts are summed.
+    """
     from vllm.distributed.parallel_state import get_ep_group
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    step = EplbState.step
-    rearrange = EplbState.rearrange
+    step = GPUModelRunner.eplb_step
 
-    def step_measured(self, is_dummy=False, is_profile=False, log_stats=False):
-        group = get_ep_group()
-        if group.rank_in_group == 0 and not is_dummy and not is_profile:
-            for state in self.model_states.values():
-                loads_LR = state.expert_load_pass.double().reshape(
-                    len(state.expert_load_pass), group.world_size, -1
-                )
-                loads_LR = loads_LR.sum(dim=2)
-                if float(loads_LR.sum()):
-                    ratio_L = loads_LR.amax(dim=1) / loads_LR.mean(dim=1).clamp(min=1e-9)
-                    _append(imbalance=float(ratio_L.mean()))
-        return step(self, is_dummy, is_profile, log_stats)
+    def step_measured(self, is_dummy=False, is_profile=False):
+        states = {} if self.eplb_state is None or is_profile else self.eplb_state.model_states
+        for state in states.values():
+            group = get_ep_group()
+            loads_LP = state.expert_load_pass.double() * (not is_dummy)
+            if self.parallel_config.data_parallel_size > 1:
+                torch.distributed.all_reduce(loads_LP, group=group.device_group)
+            if group.rank_in_group == 0 and float(loads_LP.sum()):
+                _note_moves(state.physical_to_logical_map, group.world_size)
+                loads_LR = loads_LP.reshape(len(loads_LP), group.world_size, -1).sum(dim=2)
+                ratio_L = loads_LR.amax(dim=1) / loads_LR.mean(dim=1).clamp(min=1e-9)
+                _append(imbalance=float(ratio_L.mean()))
+        return step(self, is_dummy, is_profile)
 
-    def rearrange_measured(self, is_profile=False, *arguments, **keywords):
-        old = [state.physical_to_logical_map.cpu().clone() for state in self.model_states.values()]
-        result = rearrange(self, is_profile, *arguments, **keywords)
-        group = get_ep_group()
-        if group.rank_in_group == 0 and not is_profile:
-            new = [state.physical_to_logical_map.cpu() for state in self.model_states.values()]
-            _append(
-                fetched=sum(
-                    _fetched(before, after, group.world_size) for before, after in zip(old, new, strict=True)
-                )
-            )
-        return result
-
-    EplbState.step = step_measured
-    EplbState.rearrange = rearrange_measured
-
-
-def measure_sglang(original, **arguments):
-    """Measure a hooked ``rebalance_experts``, registered before the agent's hook."""
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    result = original(**arguments)
-    metadata = get_global_expert_location_metadata()
-    if metadata is not None and torch.distributed.get_rank() == 0:
-        ranks = arguments["num_physical_experts"] // arguments["num_local_physical_experts"]
-        _append(fetched=_fetched(metadata.physical_to_logical_map.cpu(), result[0].cpu(), ranks))
-    return result
+    GPUModelRunner.eplb_step = step_measured
 
 
 def measure_sglang_routing(routed, *_, **__):
@@ -86,6 +75,7 @@ def measure_sglang_routing(routed, *_, **__):
         return
     slots = metadata.num_local_physical_experts
     ranks = metadata.num_physical_experts // slots
+    _note_moves(metadata.physical_to_logical_map, ranks)
     ids_N = routed[0].reshape(-1)
     loads_R = torch.bincount(ids_N[ids_N >= 0] // slots, minlength=ranks).double()
     if float(loads_R.sum()):

@@ -24,10 +24,8 @@ def register() -> None:
     # SGLang's own EPLB calls this function, which torch does not have for CPUs.
     torch.cpu.empty_cache = lambda: None
     if os.environ.get("EPLB_TEST_MEASURE"):
-        from measure_eplb import measure_sglang, measure_sglang_routing
+        from measure_eplb import measure_sglang_routing
 
-        algorithm = "sglang.srt.eplb.eplb_algorithms.rebalance_experts"
-        HookRegistry.register(algorithm, measure_sglang, HookType.AROUND)
         routing = "sglang.srt.layers.moe.topk._post_process_topk_ids"
         HookRegistry.register(routing, measure_sglang_routing, HookType.AFTER)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):

@@ -31,6 +31,22 @@ def register() -> None:
         from commit_without_weights import commit_without_weights
 
         commit_without_weights()
+    if os.environ.get("EPLB_TEST_IGNORE_LAST_RANK"):
+        _split_without_last_rank()
+
+
+def _split_without_last_rank() -> None:
+    """A deliberate bug that the tests must detect: the split per step ignores the counts of the last rank."""
+    from worker_agent.adapters.vllm import step_split
+
+    original = step_split._EpRanks.all_gather
+
+    def all_gather(self, rows_TX):
+        gathered = original(self, rows_TX)
+        gathered[-1] = 0
+        return gathered
+
+    step_split._EpRanks.all_gather = all_gather
 
 
 def _own_eplb_runs() -> None:

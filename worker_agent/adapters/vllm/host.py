@@ -34,7 +34,8 @@ physical experts."""
 
 
 _NO_EXCHANGE = (
-    "the service cannot derive the loads of ranks that see different tokens; use EPLB_AGENT_MODE=policy"
+    "vLLM does not call the agent after every pass of pipelines and pooling models, so ranks could not add up their "
+    "counts; use EPLB_AGENT_MODE=policy"
 )
 _MAX_ENTRIES = 16
 """Maximum number of table entries per expert on ranks that share tokens. Additional replicas receive no tokens."""
@@ -80,9 +81,17 @@ class VllmHost(EngineHost):
         self._warms_up = False
         self._initial = _initial_placement(model_state, self._ranks)
         layers, experts = model_state.logical_replica_count.shape
-        self._split_choice = choose_for_model(
-            model_state, parallel_config, group, AgentSettings().step_split, no_exchange=_NO_EXCHANGE
+        skips_steps = getattr(parallel_config, "pipeline_parallel_size", 1) > 1 or getattr(
+            model_state.model, "is_pooling_model", False
         )
+        self._split_choice = choose_for_model(
+            model_state,
+            parallel_config,
+            group,
+            AgentSettings().step_split,
+            no_exchange=_NO_EXCHANGE if skips_steps else None,
+        )
+        self._group = group.device_group if self._split_choice.exchanges else None
         self._splits: list[RouterSplit] = []
         # If replicas are chosen according to the step's own counts, tables do not determine the loads, so record them.
         self._by_slot = self._split_choice.is_on
@@ -274,10 +283,16 @@ class VllmHost(EngineHost):
             self._dispatch_confirmed = True
         model = self._model
         counts = (self._counts_gathered or not is_dummy) and not self._warms_up
+        loads_LP = model.expert_load_pass
+        if self._group is not None:
+            # Ranks count the choices of their own tokens. All ranks call this method after each pass.
+            loads_LP = loads_LP * counts
+            dist.all_reduce(loads_LP, group=self._group)
+            counts = not self._warms_up
         if self._by_slot:
-            self._heat.record(model.expert_load_pass[:, self._local_slots] if counts else None)
+            self._heat.record(loads_LP[:, self._local_slots] if counts else None)
         else:
-            chosen_LP = model.expert_load_pass if counts and self._rank == self._tokens.first else None
+            chosen_LP = loads_LP if counts and self._rank == self._tokens.first else None
             self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
         self.agent.step(*step_of(self._batch, self._share, is_dummy=is_dummy or self._warms_up))
 
