@@ -18,11 +18,11 @@ CACHE = Path(
     os.environ.get("TEST_ENGINES")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb-service" / "engines"
 )
-VLLM_ASCEND_018 = "0.18.0"
 VLLM_ASCEND_023 = "0.23.0.post1"
+VLLM_ASCEND_030 = "0.30.0rc2"
 VERSIONS = {
     "vllm": tuple(f"0.{minor}.0" for minor in range(23, 34)),
-    "vllm_ascend": (VLLM_ASCEND_018, VLLM_ASCEND_023),
+    "vllm_ascend": (VLLM_ASCEND_023, VLLM_ASCEND_030),
     "sglang": ("0.5.21", "0.5.22", "0.5.23"),
 }
 """Supported versions of each engine's package, oldest first."""

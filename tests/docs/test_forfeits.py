@@ -21,7 +21,11 @@ from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks
 from worker_agent.adapters.vllm.dispatch import token_group
 from worker_agent.adapters.vllm_ascend import weights
-from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists, refuse_settings
+from worker_agent.adapters.vllm_ascend.refusals import (
+    refuse_misread_lists,
+    refuse_second_runner,
+    refuse_settings,
+)
 from worker_agent.adapters.vllm_ascend.weights import expert_weights
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +51,11 @@ Probe = Callable[[pytest.MonkeyPatch], Any]
 
 def settings(**engine: Any) -> Probe:
     return lambda patch: refuse_settings(ascend(patch, **engine))
+
+
+def second_runner(patch: pytest.MonkeyPatch) -> None:
+    ascend(patch, second_runner=True)
+    refuse_second_runner()
 
 
 def quantised(kind: str, formats: int = 2, names: tuple[str, ...] = LISTS, *, move: bool = True) -> Probe:
@@ -98,14 +107,13 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
     ("vLLM-Ascend", "W8A8 with `EPLB_AGENT_QUANTISED_EXPERTS=true`"): [quantised("W8A8", 29)],
     ("vLLM-Ascend", "W8A8 without that variable"): [quantised("W8A8", move=False)],
     ("vLLM-Ascend", "W8A8 without the custom operators"): [
-        lambda _: refuse_misread_lists(SCALES, SCALES, mc2=True, kernel_for_lists=False),
+        lambda _: refuse_misread_lists(SCALES, SCALES, first_only=True, kernel_for_lists=False),
         lambda _: refuse_misread_lists(
-            SCALES, [scale.to(torch.bfloat16) for scale in SCALES], mc2=False, kernel_for_lists=False
+            SCALES, [scale.to(torch.bfloat16) for scale in SCALES], first_only=False, kernel_for_lists=False
         ),
     ],
     ("vLLM-Ascend", "MXFP8, MXFP4 with that variable"): [
-        quantised("MXFP8", 2, MX),
-        quantised("MXFP4", 2, MX),
+        quantised(kind, 2, MX) for kind in ("MXFP8", "MXFP4", "W8A8MXFP", "W4A4MXFP")
     ],
     ("vLLM-Ascend", "W4A8"): [quantised("W4A8")],
     ("vLLM-Ascend", "all-gather without redundant experts"): [settings(device="A2", ranks=8)],
@@ -115,12 +123,15 @@ PROBES: dict[tuple[str, str], list[Probe]] = {
     ],
     ("vLLM-Ascend", "fused MC2 (A3's fastest W8A8 path)"): [settings(settings={"enable_fused_mc2": 1})],
     ("vLLM-Ascend", "grouped experts (MoGE)"): [settings(device="_310P")],
+    ("vLLM-Ascend", "xlite graphs"): [settings(xlite=True)],
     ("vLLM-Ascend", "pipeline"): [settings(stages=2)],
     ("vLLM-Ascend", "sleep mode"): [settings(sleeps=True)],
     ("vLLM-Ascend", "LoRA"): [settings(lora="some")],
     ("vLLM-Ascend", "pooling models"): [settings(runner="pooling")],
     ("vLLM-Ascend", "`mix_placement`"): [settings(settings={"mix_placement": True})],
     ("vLLM-Ascend", "`EXPERT_MAP_RECORD`"): [settings(variable=True)],
+    ("vLLM-Ascend", "`expert_map_path` in release 0.30"): [settings(placed="map.json")],
+    ("vLLM-Ascend", "the second model runner of 0.30"): [second_runner],
     ("vLLM", "tensor parallel, data parallel, sequence parallel"): [
         dispatching(layer()),
         dispatching(layer(), data_parallel=4),

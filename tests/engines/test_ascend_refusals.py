@@ -6,21 +6,24 @@ import pytest
 
 from tests.engines.ascend_settings import ascend
 from worker_agent.adapters.compat import UnsupportedEngineError
-from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
+from worker_agent.adapters.vllm_ascend.refusals import refuse_second_runner, refuse_settings
 
 
 @pytest.mark.parametrize(
     ("engine", "named"),
     [
         ({}, None),
-        ({"release": "0.18.0"}, None),
+        ({"release": "0.23.0.post1"}, None),
         ({"device": "A2", "release": "0.23.0.post1"}, None),
         ({"settings": {"enable_fused_mc2": 1}}, "fused MC2"),
         ({"settings": {"mix_placement": True}}, "mix_placement"),
+        ({"xlite": True}, "xlite graphs"),
+        ({"placed": "map.json"}, "expert_map_path in release 0.30"),
+        ({"release": "0.23.0", "placed": "map.json"}, None),
         ({"device": "_310P"}, "MoGE"),
         ({"sleeps": True}, "sleep mode"),
         ({"lora": "some"}, "LoRA"),
-        ({"release": "0.18.0", "stages": 2}, "pipeline-parallel-size 2"),
+        ({"release": "0.23.0", "stages": 2}, "pipeline-parallel-size 2"),
         ({"stages": 2}, "pipeline-parallel-size 2"),
         ({"runner": "pooling"}, "a pooling model"),
         ({"recorded": "map.json"}, "EXPERT_MAP_RECORD"),
@@ -40,7 +43,21 @@ def test_unsupported_settings_are_refused_and_the_error_names_them(engine, named
         refuse_settings(eplb)
 
 
-def test_settings_of_the_hosts_own_balancer_are_logged_as_ignored(monkeypatch, caplog):
-    refuse_settings(ascend(monkeypatch, eplb={"eplb_policy_type": 3, "num_redundant_experts": 8}))
+@pytest.mark.parametrize(
+    ("release", "second_runner", "refused"),
+    [("0.30.0rc2", True, True), ("0.30.0rc2", None, False), ("0.23.0", True, False)],
+)
+def test_only_a_second_runner_that_balances_experts_itself_is_refused(
+    release, second_runner, refused, monkeypatch
+):
+    ascend(monkeypatch, release=release, second_runner=second_runner)
+    with pytest.raises(UnsupportedEngineError, match="EPLB_AGENT_MODE=policy") if refused else nullcontext():
+        refuse_second_runner()
+
+
+@pytest.mark.parametrize("release", ["0.23.0", "0.30.0rc2"])
+def test_settings_of_the_hosts_own_balancer_are_logged_as_ignored(release, monkeypatch, caplog):
+    eplb = {"eplb_policy_type": 3, "num_redundant_experts": 8}
+    refuse_settings(ascend(monkeypatch, release=release, eplb=eplb))
     (message,) = caplog.messages
     assert message.endswith("eplb_policy_type=3")

@@ -7,11 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.adapters.sglang_fakes import put_modules
 from tests.engines.ascend_layers import EXPERTS, LISTS, SCALES, SLOTS, per_expert, weighted
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import HeatRings
 from worker_agent.adapters.vllm_ascend import weights
-from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists
+from worker_agent.adapters.vllm_ascend.refusals import refuse_lists, refuse_misread_lists
 from worker_agent.adapters.vllm_ascend.weights import (
     AscendLayer,
     check_same_formats,
@@ -118,14 +119,11 @@ def test_torch_npu_is_asked_only_for_the_format_of_npu_tensors(monkeypatch):
     assert format_of(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
-def test_quantisation_methods_that_the_older_balancer_cannot_move_are_refused():
+@pytest.mark.parametrize("kind", ["MXFP8", "W8A8MXFP"])
+def test_mx_experts_have_the_same_tensors_under_the_names_of_both_releases(kind):
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-    layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
+    layer = weighted(kind, **{name: per_expert(1) for name in names})
     assert len(expert_weights(layer, quantised=True, move_quantised=True)) == len(names)
-    with pytest.raises(
-        UnsupportedEngineError, match=r"0\.18 moves only experts with quantisation NONE, W8A8"
-    ):
-        expert_weights(layer, quantised=True, release="0.18", move_quantised=True)
 
 
 def test_tensors_replaced_by_the_host_are_detected():
@@ -144,19 +142,71 @@ OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
 
 
 @pytest.mark.parametrize(
-    ("scales", "mc2", "reason"),
+    ("scales", "first_only", "reason"),
     [
-        pytest.param((SCALES, SCALES), True, "first expert's scales", id="mc2"),
-        pytest.param((SCALES, OTHER_SCALES), False, "new tensor", id="all2allv"),
+        pytest.param((SCALES, SCALES), True, "first expert's scales", id="first"),
+        pytest.param((SCALES, OTHER_SCALES), False, "new tensor", id="replaced"),
         pytest.param((None, None), True, None, id="float"),
         pytest.param(([SCALES[0]], [SCALES[0]]), True, None, id="one-tensor"),
-        pytest.param((SCALES, SCALES), False, None, id="all2allv-one-dtype"),
+        pytest.param((SCALES, SCALES), False, None, id="one-dtype"),
     ],
 )
 def test_expert_lists_that_the_host_would_misread_are_refused_unless_it_has_a_list_kernel(
-    scales, mc2, reason
+    scales, first_only, reason
 ):
-    refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=True)
+    refuse_misread_lists(*scales, first_only=first_only, kernel_for_lists=True)
     refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
     with refused:
-        refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=False)
+        refuse_misread_lists(*scales, first_only=first_only, kernel_for_lists=False)
+
+
+class MC2(types.SimpleNamespace):
+    """Fake of vLLM-Ascend's ``MC2CommImpl``."""
+
+
+def put_kernels(monkeypatch, release, fuses=True, kernel=False):
+    """Install the modules that decide which kernels a release runs."""
+    enabled = {"_custom_gmm_swiglu_enabled": lambda *_, **__: kernel}
+    names = {"vllm_ascend.ops.fused_moe.moe_comm_method": {"MC2CommImpl": MC2}}
+    names["vllm_ascend.ops.fused_moe.moe_mlp"] = enabled if release == "0.23" else {}
+    if release != "0.23":
+        names["vllm_ascend.ops.fused_moe.moe_utils"] = {
+            **enabled,
+            "enable_fusion_gmmswigluquant": lambda: fuses,
+        }
+    package = {name.rpartition(".")[2]: types.SimpleNamespace(**contents) for name, contents in names.items()}
+    put_modules(monkeypatch, {"vllm_ascend.ops.fused_moe": package, **names})
+
+
+def test_release_023_misreads_lists_only_under_mc2(monkeypatch):
+    put_kernels(monkeypatch, "0.23")
+    given = types.SimpleNamespace(weights=types.SimpleNamespace(w1_scale=SCALES, w2_scale=SCALES))
+    refuse_lists(types.SimpleNamespace(use_fusion_ops=True), given)
+    with pytest.raises(UnsupportedEngineError, match="first expert's scales"):
+        refuse_lists(MC2(use_fusion_ops=True), given)
+
+
+@pytest.mark.parametrize(
+    ("comm", "activation", "kernels", "refused"),
+    [
+        (MC2, "silu", {}, True),
+        (MC2, "silu", {"kernel": True}, False),
+        (MC2, "silu", {"fuses": False}, True),
+        (types.SimpleNamespace, "silu", {}, True),
+        (types.SimpleNamespace, "silu", {"fuses": False}, False),
+        (MC2, "swigluoai_uninterleave", {}, False),
+        (MC2, "situ", {}, False),
+    ],
+)
+def test_release_030_misreads_lists_if_it_fuses_an_activation_without_its_list_kernel(
+    comm, activation, kernels, refused, monkeypatch
+):
+    put_kernels(monkeypatch, "0.30", **kernels)
+    given = types.SimpleNamespace(
+        layer=types.SimpleNamespace(w13_weight_scale_fp32_list=SCALES, w2_weight_scale_list=OTHER_SCALES),
+        activation=activation,
+    )
+    fused = ("silu", "swigluoai_uninterleave")
+    quant_method = types.SimpleNamespace(supports_fused_activation=lambda name: name in fused)
+    with pytest.raises(UnsupportedEngineError, match="first expert") if refused else nullcontext():
+        refuse_lists(comm(), given, quant_method)

@@ -45,3 +45,10 @@ def dense(layer, hidden_TH, logits_TE, multiply):
     gate, up = wide_TKJ.chunk(2, dim=-1)
     out_TKH = multiply(w2_EHI[ids_TK], torch.nn.functional.silu(gate) * up)
     return (weights_TK.unsqueeze(-1) * out_TKH).sum(1)
+
+
+def choices_of(logits_LTE, rank, gathers):
+    """Return how often a rank must count each expert, ``[L, E]``. If it gathers, the first rank counts all tokens."""
+    ids_LTK = logits_LTE.topk(TOP_K, -1).indices
+    parts = (ids_LTK, ids_LTK[:, :0]) if gathers else ids_LTK.tensor_split(RANKS, dim=1)
+    return torch.nn.functional.one_hot(parts[rank], EXPERTS).sum(dim=(1, 2))

@@ -3,10 +3,10 @@
 ``vllm_ascend_rank.py`` imports this module in the engine's own Python.
 """
 
-import inspect
 import multiprocessing
 import sys
 import types
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -57,32 +57,33 @@ def build(rank, port, config_folder, options):
         distributed_executor_backend="mp",
         additional_config={"eplb_config": eplb},
     ).create_engine_config()
-    from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
+    from vllm_ascend.ascend_config import init_ascend_config
 
     with set_current_vllm_config(config):
         init_ascend_config(config)
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
         from vllm_ascend.ascend_forward_context import set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
-        from vllm_ascend.utils import set_weight_prefetch_method
 
-        # The runner's constructor sets this, and release 0.18 reads it before every choice of experts.
-        set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
         set_mc2_tokens_capacity(config, 8, 1)
         init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(RANKS, 1)
         init_ascend_model_parallel(config.parallel_config)
+        old = options["release"] == "0.23"
         if options["custom_ops"]:
-            install_kernel_for_lists()
-        model = make_model(rank, w8a8_config() if options["quant"] == "W8A8" else None)
+            install_kernel_for_lists(old)
+        model = make_model(rank, w8a8_config(old) if options["quant"] == "W8A8" else None, old)
     return config, model
 
 
-def w8a8_config():
+def w8a8_config(old):
     """Return a quantisation config that makes every MoE layer W8A8, like a ModelSlim checkpoint's config."""
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
-    from vllm_ascend.quantization.methods import w8a8_dynamic
 
+    if old:
+        from vllm_ascend.quantization.methods import w8a8_dynamic
+    else:
+        from vllm_ascend.quantization.methods.w8a8 import w8a8_dynamic
     w8a8_dynamic.torch = torch_npu.TorchOfTokenDispatcher()
 
     class Config:
@@ -94,19 +95,20 @@ def w8a8_config():
 
         def get_quant_method(self, layer, _prefix, tid2eid=None):
             scheme = w8a8_dynamic.AscendW8A8DynamicFusedMoEMethod()
-            # Release 0.18 has no table from tokens to experts.
-            tables = (tid2eid,) if "tid2eid" in inspect.signature(AscendFusedMoEMethod).parameters else ()
-            return AscendFusedMoEMethod(scheme, layer.moe_config, *tables)
+            return AscendFusedMoEMethod(scheme, layer.moe_config, tid2eid)
 
     return Config()
 
 
-def install_kernel_for_lists():
+def install_kernel_for_lists(old):
     """Install the host's kernel for lists of int8 experts.
 
     It multiplies each row by its expert's matrix and scales, applies SwiGLU, and quantises the result to int8.
     """
-    from vllm_ascend.ops.fused_moe import moe_mlp
+    if old:
+        from vllm_ascend.ops.fused_moe import moe_mlp as caller
+    else:
+        from vllm_ascend.ops.fused_moe import moe_utils as caller
 
     def kernel(*, x, weight, weight_scale, x_scale, group_list, **_):
         gated = x.new_zeros(len(x), weight[0].shape[1] // 2, dtype=torch.float32)
@@ -120,7 +122,7 @@ def install_kernel_for_lists():
         return *torch_npu.npu_dynamic_quant(gated), None
 
     torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list = kernel
-    moe_mlp.enable_custom_op = lambda: True
+    caller.enable_custom_op = lambda: True
 
 
 def load(layer, slot, name, weight_YX):
@@ -133,17 +135,15 @@ def load(layer, slot, name, weight_YX):
     parameter.data[slot] = weight_YX
 
 
-def make_model(rank, quant_config):
+def make_model(rank, quant_config, old):
     """Return a model that only has MoE layers, with weights loaded as from a checkpoint."""
-    import vllm_ascend.ops.fused_moe.experts_selector as selector
+    # In release 0.30, importing ``device_op`` first would be a circular import.
+    from vllm_ascend.ops.fused_moe import token_dispatcher  # isort: skip
     from vllm_ascend.device import device_op
-    from vllm_ascend.ops.fused_moe import token_dispatcher
-    from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
 
     from eplb_lab.layer.operators import reference
 
     token_dispatcher.torch = torch_npu.TorchOfTokenDispatcher()
-    selector.check_npu_moe_gating_top_k = lambda **_: False
 
     def init_routing(hidden, ids, *, act_quant_type=None, **named):
         return reference.npu_moe_init_routing_v2(hidden, ids, **named)
@@ -151,8 +151,10 @@ def make_model(rank, quant_config):
     for operators in vars(device_op).values():
         if isinstance(operators, type) and hasattr(operators, "npu_moe_init_routing"):
             operators.npu_moe_init_routing = staticmethod(init_routing)
-    layers = [
-        AscendFusedMoE(
+    make_layer = layer_of_023() if old else layer_of_030()
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(
+        make_layer(
             num_experts=EXPERTS,
             top_k=TOP_K,
             hidden_size=HIDDEN,
@@ -163,8 +165,8 @@ def make_model(rank, quant_config):
             prefix=f"model.layers.{index}.mlp.experts",
         )
         for index in range(LAYERS)
-    ]
-    for index, layer in enumerate(layers):
+    )
+    for index, layer in enumerate(experts_layers(model)):
         w13_EJH, w2_EHI = experts_of(index)
         slot_of_E = layer.global_expert_map[rank].tolist()
         for expert, slot in enumerate(slot_of_E):
@@ -172,10 +174,39 @@ def make_model(rank, quant_config):
                 load(layer, slot, "w13_weight", w13_EJH[expert])
                 load(layer, slot, "w2_weight", w2_EHI[expert])
         layer.quant_method.process_weights_after_loading(layer)
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(layers)
     model.quant_config = quant_config
     return model
+
+
+def layer_of_023():
+    """Return the function that makes a layer in release 0.23. The layer chooses experts without an NPU's operator."""
+    import vllm_ascend.ops.fused_moe.experts_selector as selector
+    from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
+
+    selector.check_npu_moe_gating_top_k = lambda **_: False
+    return AscendFusedMoE
+
+
+def layer_of_030():
+    """Return the function that makes a layer in release 0.30, as ``layer_of_023``."""
+    import vllm_ascend
+    from vllm_ascend.ops.fused_moe.fused_moe import AscendMoERunner
+    from vllm_ascend.ops.fused_moe.routed_experts import AscendRoutedExperts
+    from vllm_ascend.ops.fused_moe.router import router_factory
+
+    for name in ("patch", "patch.platform"):
+        package = types.ModuleType(f"vllm_ascend.{name}")
+        package.__path__ = [f"{vllm_ascend.__path__[0]}/{name.replace('.', '/')}"]
+        sys.modules[package.__name__] = package
+    from vllm_ascend.patch.platform.patch_fused_moe import _ascend_FusedMoE
+
+    router_factory.check_npu_moe_gating_top_k = lambda **_: False
+    return partial(_ascend_FusedMoE, runner_cls=AscendMoERunner, routed_experts_cls=AscendRoutedExperts)
+
+
+def experts_layers(model):
+    """Return the modules that hold experts, which are parts of the layers in release 0.30."""
+    return [getattr(layer, "routed_experts", layer) for layer in model.layers]
 
 
 def start_balancer(config, model):
@@ -200,7 +231,7 @@ def start_balancer(config, model):
         loader = D2DExpertWeightLoader()
         manager = runner.Manager()
         shared = manager.dict({"expert_map": None, "moe_load": None, "expert_maps": None})
-        process = runner.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
+        process = runner.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True, tp_size=RANKS)
         updator = runner.EplbUpdator(
             get_ascend_config().eplb_config, loader, process, process._launch_process()
         )
@@ -239,8 +270,10 @@ def forward(config, model, options, hidden_TH, logits_LTE):
                 setattr(_EXTRA_CTX, name, value)
             except AttributeError:
                 setattr(get_forward_context(), name, value)
-        for index, layer in enumerate(model.layers):
-            out_TH = layer.forward_impl(hidden_TH.clone(), logits_LTE[index].clone())
+        for index, layer in enumerate(experts_layers(model)):
+            out_TH = layer.forward_impl(
+                hidden_states=hidden_TH.clone(), router_logits=logits_LTE[index].clone()
+            )
             if comm == "ALLGATHER":
                 # The runner does this for the whole layer, including shared experts.
                 dist.all_reduce(out_TH)

@@ -13,6 +13,7 @@ import time
 
 os.environ.update(
     VLLM_PLUGINS="",
+    VLLM_USE_V2_MODEL_RUNNER="0",
     DYNAMIC_EPLB="true",
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
@@ -24,8 +25,8 @@ os.environ.update(
 import torch
 import torch.distributed as dist
 from commit_without_weights import commit_without_weights
-from vllm_ascend_dense import EXPERTS, HIDDEN, LAYERS, TOKENS
-from vllm_ascend_host import build, forward, start_balancer
+from vllm_ascend_dense import EXPERTS, HIDDEN, LAYERS, TOKENS, choices_of
+from vllm_ascend_host import build, experts_layers, forward, start_balancer
 
 
 def kept_tensors(layer):
@@ -35,6 +36,11 @@ def kept_tensors(layer):
     kinds = [getattr(layer, name) for name in NAMES[layer.quant_type.name]]
     experts = [tensor for kind in kinds for tensor in (kind if isinstance(kind, list) else [kind])]
     return [layer.log2phy, layer.moe_load, *experts]
+
+
+def host_map(layer):
+    """Return the map that dispatchers read. vLLM's own map in release 0.30 has another name."""
+    return getattr(layer, "ascend_expert_map", layer._expert_map).tolist()
 
 
 def main(rank, port, config_folder, options):
@@ -54,15 +60,15 @@ def main(rank, port, config_folder, options):
         commit_without_weights()
     updator = start_balancer(config, model)
     agent = updator.agent
-    layers = list(model.layers)
+    layers = experts_layers(model)
     tensors = [tensor for layer in layers for tensor in kept_tensors(layer)]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    host_maps = [layer._expert_map.tolist() for layer in layers]
+    host_maps = [host_map(layer) for layer in layers]
     draw = torch.Generator().manual_seed(11)
     turns = torch.Generator().manual_seed(12)
     bias_E = torch.tensor([3.0, 2.5] + [0.0] * (EXPERTS - 2))
     worst = 0.0
-    steps = 0
+    steps = miscounted = 0
     # All ranks switch at the same step, so they all leave the loop at the same step.
     while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
         if steps % 60 == 59:
@@ -73,6 +79,8 @@ def main(rank, port, config_folder, options):
         logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E
         updator.forward_before()
         worst = max(worst, forward(config, model, options, hidden_TH, logits_LTE))
+        expected_LE = choices_of(logits_LTE, rank, options["comm"] == "ALLGATHER")
+        miscounted += not torch.equal(updator.heat.chosen_LE.long(), expected_LE)
         updator.forward_end(True)
         steps += 1
         time.sleep(0.005)
@@ -81,12 +89,13 @@ def main(rank, port, config_folder, options):
         "mismatches": mismatches,
         "steps": steps,
         "worst": worst,
+        "miscounted": miscounted,
         "switched": agent.stats.layers_switched,
         "experts_received": agent.stats.experts_received,
         "halted": agent.halted,
         "same_addresses": addresses
         == [tensor.data_ptr() for layer in layers for tensor in kept_tensors(layer)],
-        "host_maps_unchanged": host_maps == [layer._expert_map.tolist() for layer in layers],
+        "host_maps_unchanged": host_maps == [host_map(layer) for layer in layers],
         "tables": [layer.log2phy.tolist() for layer in layers],
         "children": len(multiprocessing.active_children()),
     }

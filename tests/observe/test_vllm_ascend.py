@@ -33,7 +33,9 @@ NEW_MAPS_RE = np.array([[0, 1, 2, -1], [2, -1, 0, 1]])
 class Engine:
     """A fake vLLM-Ascend of two ranks, one of them in this process."""
 
-    def __init__(self, monkeypatch, rank=0, eplb=False, parallel_experts=True, as_lists=False):
+    def __init__(
+        self, monkeypatch, rank=0, eplb=False, parallel_experts=True, as_lists=False, maps_first=False
+    ):
         class Layer(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -47,7 +49,7 @@ class Engine:
                 self.w1 = [weight, weight] if as_lists else weight
 
         class MoECommMethod:
-            def fused_experts(self, fused_experts_input):
+            def fused_experts(self, fused_experts_input, quant_method=None):
                 return "computed"
 
         class AllGatherCommImpl(MoECommMethod):
@@ -91,6 +93,10 @@ class Engine:
                     routing = SimpleNamespace(mc2_mask=MASK)
                     weights = SimpleNamespace(w1=layer.w1)
                     choices = SimpleNamespace(topk_ids=IDS, routing=routing, weights=weights)
+                    if maps_first:  # as in release 0.30
+                        choices.layer = layer
+                        choices.weights.w1 = None
+                        choices.topk_ids = IDS if layer.log2phy is None else layer.log2phy[IDS]
                     result = self.method.fused_experts(choices)
                 return result
 
@@ -172,6 +178,13 @@ def test_choices_are_counted_without_eplb(method, result, as_lists, engine, capl
     assert started.observation.observer._step == 1
     assert "observes 2 MoE layers of 4 experts over 2 ranks of 2 slots in vLLM-Ascend" in caplog.text
     assert started.observation.observer.layout.phy2log_LRS.tolist() == [[[0, 1], [2, 3]]] * LAYERS
+
+
+@pytest.mark.parametrize("eplb", [False, True])
+def test_choices_that_the_layer_has_mapped_are_counted_by_logical_expert(eplb, engine):
+    started = engine(eplb=eplb, maps_first=True)
+    assert started.worker.execute_model(scheduled([3])) == "computed"
+    assert started.heat() == [[3, 2, 1, 0]] * LAYERS
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [3, 2, 1, 2]), (1, [0, 0, 0, 0])])

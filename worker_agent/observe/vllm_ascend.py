@@ -15,6 +15,7 @@ import torch
 from eplb_core.placement import Int32
 from worker_agent.adapters.batch import share_of_rank
 from worker_agent.adapters.compat import Patches, read_known
+from worker_agent.adapters.vllm_ascend.host import slots_of_maps
 from worker_agent.observe.counter import RouterCounter
 from worker_agent.observe.layout import ObservedLayout, experts_in_slots, linear, placement_of_slots
 from worker_agent.observe.observer import (
@@ -130,7 +131,7 @@ class AscendObservation(WorkerObservation):
         self._table_LE = None
         if balances:
             maps_LRE = np.stack([layer.global_expert_map.cpu().numpy() for layer in layers])
-            self._phy2log_LRS = _slots_of(maps_LRE)
+            self._phy2log_LRS = slots_of_maps(maps_LRE)
             self._table_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
             note = "vLLM-Ascend's EPLB moves experts"
         elif size == 1 or local is None:
@@ -159,25 +160,31 @@ class AscendObservation(WorkerObservation):
         gathers
             True if the layer dispatches by all-gather.
         """
-        index = self._index(fused_experts_input.weights.w1)
+        layer = getattr(fused_experts_input, "layer", None)  # None before release 0.30
+        index = self._index(fused_experts_input.weights.w1 if layer is None else layer)
         if index is None:
             return
         if gathers and not self._first_rank:
             self._counter.rings.layer_runs(index, len(self._phy2log_LRS))
             return
         mask_T = None if gathers else fused_experts_input.routing.mc2_mask
-        self._counter.count(index, fused_experts_input.topk_ids, mask_T)
+        self._counter.count(index, _logical(layer, fused_experts_input.topk_ids), mask_T)
 
-    def _index(self, weights: Any) -> int | None:
-        """Return the index of the layer with these weights, which is its position in the first pass, a profile run.
+    def _index(self, owner: Any) -> int | None:
+        """Return the index of a layer, which is its position in the first pass, a profile run.
 
         A draft model's layers run after the target model's, and have no index.
+
+        Parameters
+        ----------
+        owner
+            The layer, or in older releases its weights.
         """
-        first = weights[0] if isinstance(weights, (list, tuple)) else weights
-        address = int(first.data_ptr())
-        if address not in self._indices and len(self._indices) < len(self._phy2log_LRS):
-            self._indices[address] = len(self._indices)
-        return self._indices.get(address)
+        first = owner[0] if isinstance(owner, (list, tuple)) else owner
+        key = int(first.data_ptr()) if isinstance(first, torch.Tensor) else id(first)
+        if key not in self._indices and len(self._indices) < len(self._phy2log_LRS):
+            self._indices[key] = len(self._indices)
+        return self._indices.get(key)
 
     @harmless
     def replaced(self, layer: int, table_E: Any) -> None:
@@ -194,11 +201,21 @@ class AscendObservation(WorkerObservation):
             # The planner's process has written the maps of all layers before the first one is replaced.
             self._new_maps_LRE = np.asarray(self._runner.eplb_updator.shared_dict["expert_maps"])
         self._phy2log_LRS = self._phy2log_LRS.copy()
-        self._phy2log_LRS[layer] = _slots_of(self._new_maps_LRE[layer : layer + 1])[0]
+        self._phy2log_LRS[layer] = slots_of_maps(self._new_maps_LRE[layer : layer + 1])[0]
         if table_E is not None and self._table_LE is not None:
             self._table_LE = self._table_LE.copy()
             self._table_LE[layer] = np.asarray(table_E)
         self.observer.placed(self._layout)
+
+
+def _logical(layer: Any, ids_TK: torch.Tensor) -> torch.Tensor:
+    """Return the logical experts that tokens chose. Release 0.30 has already mapped them to physical ones."""
+    if layer is None or layer.log2phy is None:
+        return ids_TK
+    table_E = layer.log2phy.long()
+    phy2log_P = ids_TK.new_zeros(int(layer.global_num_experts))
+    phy2log_P.scatter_(0, table_E, torch.arange(len(table_E), dtype=ids_TK.dtype, device=ids_TK.device))
+    return phy2log_P[ids_TK.long()]
 
 
 def _layers_of(model: Any) -> list[Any]:
@@ -207,13 +224,3 @@ def _layers_of(model: Any) -> list[Any]:
     if not layers:
         raise NotObservedError("vLLM-Ascend finds no MoE layers in this model")
     return layers
-
-
-def _slots_of(maps_LRE: Int32) -> Int32:
-    """Return the expert in each slot, int32 ``[L, R, S]``, from the slot of each expert, ``[L, R, E]``."""
-    return placement_of_slots(
-        [
-            [experts_in_slots(maps_LRE[layer, rank]) for layer in range(len(maps_LRE))]
-            for rank in range(maps_LRE.shape[1])
-        ]
-    )

@@ -1,4 +1,4 @@
-"""Count the choices of each logical expert in all layers of a forward pass, with one operator per layer."""
+"""Count the choices of each expert in all layers of a forward pass, with one operator per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ChoiceCounter:
     layers
         L, the number of layers.
     experts
-        E, the number of logical experts.
+        E, the number of experts that can be chosen.
     device
         Device that holds the choices.
 
@@ -63,7 +63,7 @@ class ChoiceCounter:
         layer
             Index of the layer, starting at 0.
         ids_TK
-            ``[T, K]``, logical experts that each token chose.
+            ``[T, K]``, experts that each token chose.
         active_T
             bool ``[T]``, False for padding; ``None`` if every token counts.
         """

@@ -10,7 +10,7 @@ from typing import Any
 from worker_agent.adapters.compat import Patches, require
 from worker_agent.adapters.engine_host import wrap_execute_model
 from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, NoManager, NoProcess
-from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_misread_lists
+from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_lists, refuse_second_runner
 
 _UPDATOR = "vllm_ascend.eplb.eplb_updator:EplbUpdator"
 _WORKER = "vllm_ascend.worker.worker:NPUWorker"
@@ -22,7 +22,7 @@ PATCHES: Patches = {
     "vllm_ascend.eplb.adaptor.vllm_adaptor:VllmEplbAdaptor.__init__": None,
     "vllm_ascend.eplb.core.eplb_worker:EplbProcess.__init__": 2,
     "vllm_ascend.eplb.core.eplb_worker:EplbProcess._launch_process": None,
-    "vllm_ascend.ops.fused_moe.moe_comm_method:MoECommMethod.fused_experts": None,
+    "vllm_ascend.ops.fused_moe.moe_comm_method:MoECommMethod.fused_experts": 2,
     "vllm_ascend.worker.model_runner_v1:NPUModelRunner._dummy_run": 1,
     "vllm_ascend.worker.model_runner_v1:NPUModelRunner.execute_model": 2,
     f"{_WORKER}.start_weight_update": 1,
@@ -40,9 +40,11 @@ def check_release(allow_unverified: bool) -> str | None:  # noqa: ARG001
 def install() -> None:
     """Replace vLLM-Ascend's balancer with the agent.
 
-    Raises ``UnsupportedEngineError`` if ``check_release`` does, before anything is patched.
+    Raises ``UnsupportedEngineError``, before anything is patched, if ``check_release`` does or if the second model
+    runner is on.
     """
     check_release(allow_unverified=False)
+    refuse_second_runner()
     import vllm_ascend.worker.model_runner_v1 as runner
     from vllm_ascend.worker.worker import NPUWorker
 
@@ -52,9 +54,7 @@ def install() -> None:
         runner.NPUModelRunner.execute_model, _balancer_of
     )
     _count_sources()
-    # Release 0.18 has neither method. ``check_release`` has verified that 0.23 has both.
-    updates = [name for name in ("start_weight_update", "update_weights") if hasattr(NPUWorker, name)]
-    _refuse_other_weights(NPUWorker, *updates)
+    _refuse_other_weights(NPUWorker, "start_weight_update", "update_weights")
     _refuse_other_weights(runner.NPUModelRunner, "reload_weights")
 
 
@@ -78,23 +78,16 @@ def _replace_balancer(runner: ModuleType) -> None:
 
 def _count_sources() -> None:
     """Count choices before dispatch, in every communication method except the fused one, which is refused."""
-    from vllm_ascend.ops.fused_moe import moe_mlp
-    from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl, MC2CommImpl, MoECommMethod
+    from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl, MoECommMethod
 
     fused_experts = MoECommMethod.fused_experts
 
-    def fused_experts_counted(self: Any, fused_experts_input: Any) -> Any:
+    def fused_experts_counted(self: Any, fused_experts_input: Any, **keywords: Any) -> Any:
         balancer = AscendHost.of_this_process
         if balancer is not None and balancer.heat is not None:
-            weights = fused_experts_input.weights
-            refuse_misread_lists(
-                weights.w1_scale,
-                weights.w2_scale,
-                mc2=isinstance(self, MC2CommImpl),
-                kernel_for_lists=moe_mlp._custom_gmm_swiglu_enabled(self.use_fusion_ops, dynamic_eplb=True),
-            )
+            refuse_lists(self, fused_experts_input, **keywords)
             balancer.heat.count_choices(fused_experts_input, isinstance(self, AllGatherCommImpl))
-        return fused_experts(self, fused_experts_input)
+        return fused_experts(self, fused_experts_input, **keywords)
 
     MoECommMethod.fused_experts = fused_experts_counted
 

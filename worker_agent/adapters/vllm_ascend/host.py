@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from eplb_core.placement import Int32, Placement
 from worker_agent.adapters.batch import TokenShare, share_of_rank, step_of
-from worker_agent.adapters.compat import UnsupportedEngineError, refuse, release_of
+from worker_agent.adapters.compat import UnsupportedEngineError, refuse
 from worker_agent.adapters.engine_host import RING_ROWS, EngineHost, HeatRings
 from worker_agent.adapters.vllm_ascend.choices import ChoiceCounter
-from worker_agent.adapters.vllm_ascend.refusals import KNOWN, refuse_settings
+from worker_agent.adapters.vllm_ascend.refusals import refuse_settings, release
 from worker_agent.adapters.vllm_ascend.weights import AscendLayer, check_same_formats, expert_weights
 from worker_agent.settings import AgentSettings
 
@@ -66,8 +66,10 @@ class _HostHeat:
     """Heat of each forward pass, from vLLM-Ascend's own counters and from the choices before dispatch.
 
     vLLM-Ascend adds received tokens to running totals (heat policies 0 to 2), or to rows selected by its own pass count
-    (policy 3). This class resets both to zero after every pass. Choices are counted before dispatch, at the point where
-    vLLM-Ascend maps them to physical experts. An ACL graph captures this counting with vLLM-Ascend's own operators.
+    (policy 3). This class resets both to zero after every pass. Choices are counted before dispatch. Release 0.23 maps
+    them to physical experts there, and release 0.30 has already done so; their logical experts then follow from the
+    layer's table, which does not change during a pass. An ACL graph captures the counting with vLLM-Ascend's own
+    operators.
 
     With all-gather dispatch, every rank sees all tokens. All ranks then need the same table, redundant experts are
     refused, and only the first rank counts.
@@ -84,6 +86,8 @@ class _HostHeat:
         True if a step may dispatch by all-gather, so that all ranks have the same table.
     redundant
         True if some experts have several replicas.
+    physical
+        Number of physical experts if the counted choices are physical experts; ``None`` if they are logical ones.
     rows
         Number of rows in each ring.
     """
@@ -96,15 +100,19 @@ class _HostHeat:
         first_rank: bool = True,
         shares_tokens: bool = False,
         redundant: bool = False,
+        physical: int | None = None,
         rows: int = RING_ROWS,
     ) -> None:
         device = layers[0].log2phy.device
         slots = int(layers[0].local_num_experts)
         self.rings = HeatRings(len(layers), device, slots=slots, experts=experts, rows=rows)
-        self._choices = ChoiceCounter(len(layers), experts, device)
-        self._index_by_table = {id(layer.log2phy): index for index, layer in enumerate(layers)}
+        self._choices = ChoiceCounter(len(layers), physical or experts, device)
+        self._tables = [layer.log2phy for layer in layers]
+        self._index_by_table = {id(table): index for index, table in enumerate(self._tables)}
+        self._physical = physical is not None
         self._loads = [layer.moe_load for layer in layers]
-        self._counters = [layer.load_counter for layer in layers if hasattr(layer, "load_counter")]
+        counters = [getattr(layer, "load_counter", None) for layer in layers]
+        self._counters = [counter for counter in counters if counter is not None]
         self._first_rank = first_rank
         self._shares_tokens = shares_tokens
         self._redundant = redundant
@@ -126,7 +134,8 @@ class _HostHeat:
             tables.
         """
         routing = fused_experts_input.routing
-        index = self._index_by_table.get(id(routing.log2phy))
+        owner = fused_experts_input.layer if self._physical else routing
+        index = self._index_by_table.get(id(owner.log2phy))
         if index is None:
             return
         self.rings.layer_runs(index, len(self._index_by_table))
@@ -139,7 +148,8 @@ class _HostHeat:
     @property
     def chosen_LE(self) -> torch.Tensor:
         """Number of choices of each logical expert in this pass, int32 ``[L, E]``."""
-        return self._choices.chosen_LE
+        chosen_LX = self._choices.chosen_LE
+        return chosen_LX.gather(1, torch.stack(self._tables).long()) if self._physical else chosen_LX
 
     def _check_gathering(self) -> None:
         refuse(
@@ -229,6 +239,7 @@ class AscendHost(EngineHost):
             first_rank=rank == 0,
             shares_tokens=shares_tokens,
             redundant=_has_redundant(placement),
+            physical=None if release() == "0.23" else placement.ranks * placement.slots,
         )
         self.heat.clear()
         agent_layers = self._agent_layers(self.heat, placement, rank, shares_tokens, group.cpu_group)
@@ -239,17 +250,14 @@ class AscendHost(EngineHost):
         self, heat: _HostHeat, placement: Placement, rank: int, shares_tokens: bool, group: dist.ProcessGroup
     ) -> list[AscendLayer]:
         """Return the layers as the agent sees them. Their formats must be the same on all ranks (collective)."""
-        from vllm_ascend._version import __version__
-
         layers = self.adaptor.layers
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
         move_quantised = AgentSettings().quantised_experts
-        release = release_of(__version__, KNOWN)
         agent_layers = [
             AscendLayer(
                 layer.log2phy,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised, release=release, move_quantised=move_quantised),
+                expert_weights(layer, self.adaptor.quantised, move_quantised=move_quantised),
                 heat.rings,
                 index,
                 shares_tokens,
@@ -300,30 +308,24 @@ def _has_redundant(placement: Placement) -> bool:
 
 def _placement(layers: list[Any]) -> Placement:
     """Return the initial placement of all ranks, from the maps of vLLM-Ascend's layers."""
-    rows = [_slots(layer.global_expert_map.cpu().numpy()) for layer in layers]
-    return Placement(np.stack(rows), int(layers[0].log2phy.shape[0]))
+    maps_LRE = np.stack([layer.global_expert_map.cpu().numpy() for layer in layers])
+    return Placement(slots_of_maps(maps_LRE), maps_LRE.shape[2])
 
 
-def _slots(expert_map_RE: Int32) -> Int32:
-    """Convert one layer's map from the slot of each expert to the expert in each slot.
+def slots_of_maps(maps_LRE: Int32) -> Int32:
+    """Return the expert in each slot of each rank, int32 ``[L, R, S]``.
 
     Parameters
     ----------
-    expert_map_RE
-        int32 ``[R, E]``, slot of each expert on each rank, -1 if the rank does not hold it.
-
-    Returns
-    -------
-    numpy.ndarray
-        int32 ``[R, S]``, expert in each slot.
+    maps_LRE
+        Integers ``[L, R, E]``, slot of each expert on each rank, -1 if the rank does not hold it.
 
     Examples
     --------
-    >>> _slots(np.array([[0, 1, -1, 2], [2, -1, 0, 1]], dtype=np.int32)).tolist()
-    [[0, 1, 3], [2, 3, 0]]
+    >>> slots_of_maps(np.array([[[0, 1, -1, 2], [2, -1, 0, 1]]])).tolist()
+    [[[0, 1, 3], [2, 3, 0]]]
     """
-    slots_RS = np.zeros((len(expert_map_RE), int(expert_map_RE.max()) + 1), dtype=np.int32)
-    for rank, row_E in enumerate(expert_map_RE):
-        experts = np.flatnonzero(row_E >= 0)
-        slots_RS[rank, row_E[experts]] = experts
-    return slots_RS
+    slots_LRS = np.zeros((*maps_LRE.shape[:2], int(maps_LRE.max()) + 1), dtype=np.int32)
+    layer_X, rank_X, expert_X = np.nonzero(maps_LRE >= 0)
+    slots_LRS[layer_X, rank_X, maps_LRE[layer_X, rank_X, expert_X]] = expert_X
+    return slots_LRS

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
-from worker_agent.adapters.compat import read_known, refuse, refuse_split_models
+from worker_agent.adapters.compat import read_known, refuse, refuse_split_models, release_of
 from worker_agent.adapters.engine_host import warn_of_ignored_settings
 
 KNOWN = read_known("worker_agent.adapters.vllm_ascend")
 """Functions that the adapter patches or relies on, by release."""
+
+
+_W8A8_SCALES = ("w13_weight_scale_fp32_list", "w2_weight_scale_list")
+
+
+def release() -> str:
+    """Return the release of the installed vLLM-Ascend."""
+    from vllm_ascend._version import __version__
+
+    return release_of(__version__, KNOWN)
+
+
+def refuse_second_runner() -> None:
+    """Refuse the second model runner of release 0.30. Release 0.23 itself never balances with its second runner."""
+    from vllm import envs
+
+    refuse(
+        [
+            (
+                bool(envs.VLLM_USE_V2_MODEL_RUNNER) and release() != "0.23",
+                "the second model runner (VLLM_USE_V2_MODEL_RUNNER)",
+                "Its EPLB is a different one, which the agent cannot replace",
+                "Unset VLLM_USE_V2_MODEL_RUNNER, or set EPLB_AGENT_MODE=policy",
+            )
+        ]
+    )
 
 
 def refuse_settings(eplb_config: Any) -> None:
@@ -28,12 +55,20 @@ def refuse_settings(eplb_config: Any) -> None:
     _refuse_ascend_settings(eplb_config)
     _refuse_vllm_settings(vllm_config)
     if vllm_config.parallel_config.rank == 0:
-        warn_of_ignored_settings("vLLM-Ascend", eplb_config.config, eplb_config._defaults)
+        warn_of_ignored_settings("vLLM-Ascend", *_settings_and_defaults(eplb_config))
+
+
+def _settings_and_defaults(eplb_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values and the defaults of the settings of vLLM-Ascend's balancer, by name."""
+    if not dataclasses.is_dataclass(eplb_config):  # release 0.23
+        return eplb_config.config, eplb_config._defaults
+    fields = dataclasses.fields(eplb_config)
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    return vars(eplb_config), defaults
 
 
 def _refuse_ascend_settings(eplb_config: Any) -> None:
     """Refuse unsupported vLLM-Ascend settings and NPU models."""
-    from vllm_ascend import envs
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.utils import get_ascend_device_type
 
@@ -48,16 +83,29 @@ def _refuse_ascend_settings(eplb_config: Any) -> None:
                 "Record with `eplb trace record`",
             ),
             (
-                bool(getattr(config, "enable_fused_mc2", getattr(envs, "VLLM_ASCEND_ENABLE_FUSED_MC2", 0))),
+                bool(config.enable_fused_mc2),
                 "fused MC2",
                 "It dispatches inside a kernel that needs the weights in a special layout",
                 "Unset enable_fused_mc2 and VLLM_ASCEND_ENABLE_FUSED_MC2",
             ),
             (
-                bool(getattr(config, "mix_placement", False)),
+                bool(config.mix_placement),
                 "mix_placement",
                 "It places shared experts among the routed ones",
                 "Turn mix_placement off",
+            ),
+            (
+                bool(config.xlite_graph_config.enabled),
+                "xlite graphs (xlite_graph_config)",
+                "Xlite runs the experts outside vLLM-Ascend's layers and ignores their tables",
+                "Turn xlite_graph_config off",
+            ),
+            (
+                bool(eplb_config.expert_map_path) and release() != "0.23",
+                f"expert_map_path in release {release()}",
+                "Its layers route by the file, but vLLM loads every expert into its slot of the default placement, so "
+                "outputs are wrong even without the agent",
+                "Unset expert_map_path",
             ),
             (
                 get_ascend_device_type().name == "_310P",
@@ -74,7 +122,7 @@ def _refuse_vllm_settings(vllm_config: Any) -> None:
     refuse(
         [
             (
-                bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+                bool(vllm_config.model_config.enable_sleep_mode),
                 "sleep mode",
                 "Weights may leave the device, or be restored in their initial layout, while experts move",
                 "Start without --enable-sleep-mode",
@@ -92,8 +140,7 @@ def _refuse_vllm_settings(vllm_config: Any) -> None:
 def refuse_gathering(vllm_config: Any, redundant: int) -> None:
     """Refuse redundant experts if vLLM-Ascend would choose all-gather dispatch for its largest step.
 
-    The check runs before the model is loaded, because vLLM-Ascend itself would fail only in its profile run. The
-    check is skipped if vLLM-Ascend has no function for this choice.
+    The check runs before the model is loaded, because vLLM-Ascend itself would fail only in its profile run.
 
     Parameters
     ----------
@@ -104,10 +151,8 @@ def refuse_gathering(vllm_config: Any, redundant: int) -> None:
     """
     if not redundant:
         return
-    try:
-        from vllm_ascend.ascend_forward_context import select_moe_comm_method
-    except ImportError:
-        return
+    from vllm_ascend.ascend_forward_context import select_moe_comm_method
+
     tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
     method = select_moe_comm_method(tokens, vllm_config)
     refuse(
@@ -117,15 +162,46 @@ def refuse_gathering(vllm_config: Any, redundant: int) -> None:
                 f"all-gather dispatch with {redundant} redundant experts for steps of up to {tokens} tokens",
                 "This dispatch looks up physical experts in a map of logical experts",
                 "On A2, use at least 16 ranks with at most 24 experts each, and keep --max-num-batched-tokens within "
-                "MC2's capacity: 512 for each tensor-parallel rank with enable_prefill_mc2 in --additional-config, or "
-                "the largest captured graph in release 0.18, which ignores enable_prefill_mc2; or set "
-                "num_redundant_experts to 0",
+                "MC2's capacity: 512 for each tensor-parallel rank with enable_prefill_mc2 in --additional-config; or "
+                "set num_redundant_experts to 0",
             )
         ]
     )
 
 
-def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lists: bool) -> None:
+def refuse_lists(comm: Any, given: Any, quant_method: Any = None) -> None:
+    """Refuse the scales of a layer that is about to run if vLLM-Ascend would misread or replace them.
+
+    Parameters
+    ----------
+    comm
+        vLLM-Ascend's communication method.
+    given
+        Input of its ``fused_experts``.
+    quant_method
+        The layer's quantisation method. Release 0.23 passes none.
+    """
+    from vllm_ascend.ops.fused_moe import moe_comm_method, moe_mlp
+
+    mc2 = isinstance(comm, moe_comm_method.MC2CommImpl)
+    if quant_method is None:
+        kernel = moe_mlp._custom_gmm_swiglu_enabled(comm.use_fusion_ops, dynamic_eplb=True)
+        weights = given.weights
+        refuse_misread_lists(weights.w1_scale, weights.w2_scale, first_only=mc2, kernel_for_lists=kernel)
+        return
+    from vllm_ascend.ops.fused_moe import moe_utils
+
+    fuses = moe_utils.enable_fusion_gmmswigluquant()
+    activation = getattr(given.activation, "value", given.activation)
+    # For other activations, and without fusion outside MC2, vLLM-Ascend reads all scales and replaces none.
+    fused_activation = quant_method.supports_fused_activation(activation)
+    if fused_activation and activation != "swigluoai_uninterleave" and (fuses or mc2):
+        kernel = moe_utils._custom_gmm_swiglu_enabled(fuses, True, activation)
+        w1_scale, w2_scale = (getattr(given.layer, name, None) for name in _W8A8_SCALES)
+        refuse_misread_lists(w1_scale, w2_scale, first_only=True, kernel_for_lists=kernel)
+
+
+def refuse_misread_lists(w1_scale: Any, w2_scale: Any, first_only: bool, kernel_for_lists: bool) -> None:
     """Refuse scales that vLLM-Ascend would misread or replace.
 
     With dynamic EPLB, the scales are lists with one tensor per local slot. Without its kernel for such lists,
@@ -138,8 +214,9 @@ def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lis
         Scales of the first projection: a list of tensors, a single tensor, or ``None``.
     w2_scale
         Scales of the second projection.
-    mc2
-        True if the layer dispatches with MC2.
+    first_only
+        True if vLLM-Ascend's kernels for single tensors would read only the first expert's scales. This depends on the
+        dispatch and on the release.
     kernel_for_lists
         True if vLLM-Ascend has its kernel for lists and uses it.
     """
@@ -149,8 +226,8 @@ def refuse_misread_lists(w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lis
     refuse(
         [
             (
-                mc2,
-                "quantised experts under MC2 without vLLM-Ascend's kernel for expert lists",
+                first_only,
+                "quantised experts without vLLM-Ascend's kernel for expert lists",
                 "Without that kernel, vLLM-Ascend applies the first expert's scales to all of a rank's experts, so "
                 "outputs are wrong",
                 remedy,

@@ -17,9 +17,11 @@ from worker_agent.live_layer import ExpertWeights
 _FLOAT = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-NAMES = {"NONE": _FLOAT, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
-"""Names of an expert's weights in 0.23 without fused MC2, by quantisation type, as in vLLM-Ascend's own table."""
-_NAMES_018 = {"NONE": _FLOAT, "W8A8": _W8A8}
+NAMES = {"NONE": _FLOAT, "W8A8": _W8A8} | dict.fromkeys(("MXFP4", "MXFP8", "W4A4MXFP", "W8A8MXFP"), _MX)
+"""Names of an expert's weights without fused MC2, by quantisation type, as in vLLM-Ascend's own table.
+
+Release 0.30 calls MXFP4 and MXFP8 ``W4A4MXFP`` and ``W8A8MXFP``.
+"""
 
 _NO_EXPERTS = frozenset(
     {
@@ -31,19 +33,15 @@ _NO_EXPERTS = frozenset(
 """Router, heat and table tensors, and the offsets of symmetric quantisation, which are zeros."""
 
 
-def expert_weights(
-    layer: Any, quantised: bool, *, release: str = "0.23", move_quantised: bool = False
-) -> list[ExpertWeights]:
+def expert_weights(layer: Any, quantised: bool, *, move_quantised: bool = False) -> list[ExpertWeights]:
     """Return the weights that vLLM-Ascend's kernels read, by kind. Index ``s`` of each kind is local slot ``s``.
 
     Parameters
     ----------
     layer
-        ``AscendFusedMoE`` whose weights have been loaded and processed.
+        Layer whose weights have been loaded and processed.
     quantised
         True if the model has a quantisation config. If it has none, the layer's quantisation type is ignored.
-    release
-        Release of vLLM-Ascend.
     move_quantised
         True to accept quantised experts, whose tensors are in NPU-specific formats. Moving them has never been tested
         on a device, so they require verified transfers.
@@ -51,15 +49,14 @@ def expert_weights(
     Raises
     ------
     UnsupportedEngineError
-        If vLLM-Ascend itself cannot move experts with this quantisation, if one of an expert's tensors would stay
+        If experts with this quantisation cannot be moved, if one of an expert's tensors would stay
         behind, or if a tensor's NPU format does not allow its experts to be sent one by one.
     """
     kind = layer.quant_type.name if quantised else "NONE"
-    names_by_kind = _NAMES_018 if release == "0.18" else NAMES
-    if kind not in names_by_kind:
+    if kind not in NAMES:
         raise UnsupportedEngineError(
             f"MoE layers with {kind} quantisation",
-            f"vLLM-Ascend {release} moves only experts with quantisation {', '.join(sorted(names_by_kind))}",
+            f"Only experts with quantisation {', '.join(sorted(NAMES))} can be moved",
             "Choose another quantisation",
         )
     if kind != "NONE" and not move_quantised:
@@ -68,7 +65,7 @@ def expert_weights(
             "No test on a device has shown that they arrive intact in the NPU's own formats",
             "Set EPLB_AGENT_QUANTISED_EXPERTS=true to move them with verified transfers, and compare outputs",
         )
-    names = names_by_kind[kind]
+    names = NAMES[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
         raise UnsupportedEngineError(
             f"MoE layers (quantisation {kind}) without {', '.join(missing)}",
@@ -101,7 +98,7 @@ def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.P
         raise UnsupportedEngineError(
             f"rank {differing[0]}, whose experts' NPU formats differ from those of rank 0",
             "A rank would read the bytes of another rank's expert in the wrong format",
-            "Start all ranks with the same weight_nz_mode (VLLM_ASCEND_ENABLE_NZ in release 0.18)",
+            "Start all ranks with the same weight_nz_mode",
         )
 
 
@@ -121,7 +118,7 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
             raise UnsupportedEngineError(
                 f"a {name} tensor that holds all experts in NPU format {npu_format} (29 is NZ)",
                 "In this format, the experts are not separate blocks of memory that can be sent and written one by one",
-                "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ in release 0.18) to 0 or 1",
+                "Set weight_nz_mode to 0 or 1",
             )
         return
     formats = sorted({format_of(tensor) for tensor in weight})

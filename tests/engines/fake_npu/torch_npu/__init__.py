@@ -23,13 +23,14 @@ NEUTRAL = {
     "npu_moe_distribute_dispatch_v2": ("scales", "comm_alg"),
     "npu_moe_distribute_combine_v2": ("comm_quant_mode", "comm_alg"),
     "npu_moe_token_unpermute": ("restore_shape",),
+    "npu_moe_init_routing_v2": ("x_dtype",),
     "npu_dynamic_quant": ("dst_type",),
 }
 """For each operator, arguments that vLLM-Ascend passes but the reference operator does not have.
 
 Any other unknown argument is an error.
 """
-SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
+SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type", "x_dtype")
 """Arguments in ``NEUTRAL`` that may have a value, because the reference operators always behave as it requests."""
 
 
@@ -103,6 +104,8 @@ def _operator(name):
             if extra not in parameters:
                 value = named.pop(extra, None)
                 assert extra in SAY_NOTHING_NEW or not value, f"{name}: {extra} is {value}"
+        if name == "npu_moe_init_routing_v2":
+            named.setdefault("active_num", arguments[1].numel())  # torch_npu's default is to sort all choices
         for experts in ("weight", "scale"):
             # One tensor per expert, which the reference operators accept as one tensor.
             if isinstance(named.get(experts), list) and len(named[experts]) > 1:
