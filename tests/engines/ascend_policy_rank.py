@@ -61,6 +61,8 @@ def put_fakes(source, config, group):
     put("vllm", __path__=[]).envs = put(
         "vllm.envs", VLLM_ALLOW_EXPERT_LOAD_COLLECTING=True, VLLM_USE_V2_MODEL_RUNNER=None
     )
+    engine = types.SimpleNamespace(load_config=types.SimpleNamespace(load_format="auto"))
+    put("vllm.config", get_current_vllm_config=lambda: engine)
     put("vllm.distributed", __path__=[], get_ep_group=lambda: group)
     put("vllm.distributed.parallel_state", get_pp_group=lambda: group, _node_count=lambda _group: 1)
     import logging
@@ -76,6 +78,9 @@ def put_fakes(source, config, group):
     put("vllm_ascend._version", __version__="0.30.0")
     ascend = types.SimpleNamespace(enable_fused_mc2=0, mix_placement=False, eplb_config=config)
     put("vllm_ascend.ascend_config", get_ascend_config=lambda: ascend)
+    put("vllm_ascend.worker", __path__=[])
+    put("vllm_ascend.worker.worker", NPUWorker=types.SimpleNamespace(sleep=None))
+    put("vllm_ascend.worker.model_runner_v1", NPUModelRunner=None)
     put("vllm_ascend.distributed", __path__=[])
     put("vllm_ascend.distributed.parallel_state", get_dynamic_eplb_group=lambda: group)
     put("vllm_ascend.eplb.core.policy.policy_flashlb", FlashLB=StandStill, warm_up=lambda: None)

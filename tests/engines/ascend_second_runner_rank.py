@@ -45,6 +45,14 @@ def import_engine(source, group):
         package = types.ModuleType(f"vllm_ascend.{name}")
         package.__path__ = [f"{source}/vllm_ascend/{name.replace('.', '/')}"]
         sys.modules[package.__name__] = package
+    for name, contents in {
+        "worker.worker": {"NPUWorker": types.SimpleNamespace(sleep=None)},
+        "worker.v2.model_runner": {"NPUModelRunner": None},
+    }.items():
+        module = types.ModuleType(f"vllm_ascend.{name}")
+        vars(module).update(contents)
+        sys.modules[module.__name__] = module
+    import vllm.config
     import vllm.distributed
     from vllm.distributed.eplb import async_worker
     from vllm.distributed.eplb import eplb_state as upstream
@@ -55,6 +63,11 @@ def import_engine(source, group):
         for name in ("get_ep_group", "get_eplb_group"):
             setattr(module, name, lambda: group)
     upstream.move_from_buffer = lambda **_: None
+    engine = types.SimpleNamespace(
+        load_config=types.SimpleNamespace(load_format="auto"),
+        parallel_config=types.SimpleNamespace(enable_eplb=True),
+    )
+    vllm.config.get_current_vllm_config = lambda: engine
     return async_worker, upstream, eplb_state, patch_eplb
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.service import free_address
 from tests.engines.ascend_policy_rank import SLOTS
 from tests.engines.engine_source import source_of
-from tests.engines.environments import ROOT, VLLM_032, python_of
+from tests.engines.environments import ROOT, VLLM_023, VLLM_030, VLLM_032, python_of
 from tools.engine_sources import VLLM_ASCEND_023, VLLM_ASCEND_030
 
 HERE = Path(__file__).parent
@@ -31,6 +31,15 @@ def serve_second_runner(**options):
     source = source_of("vllm_ascend", VLLM_ASCEND_030)
     path = (HERE / "fake_npu", source, ROOT)
     return run_ranks(python_of(VLLM_032), "ascend_second_runner_rank.py", source, path, **options)
+
+
+def load_again(release, runner):
+    """Let the engine move experts on two ranks and load weights again, and return each rank's results."""
+    vllm, version = {"0.23": (VLLM_023, VLLM_ASCEND_023), "0.30": (VLLM_030, VLLM_ASCEND_030)}[release]
+    source = source_of("vllm_ascend", version)
+    path = (HERE / "fake_npu", source, ROOT)
+    options = {"release": release, "runner": runner}
+    return run_ranks(python_of(vllm), "ascend_reload_rank.py", source, path, **options)
 
 
 def run_ranks(python, script, source, path, **options):
@@ -97,3 +106,16 @@ def test_the_second_runners_own_policy_decides_until_the_planner_is_compiled():
     assert first == second
     assert first["wrong"] == 0
     assert all(rows % 512 == 0 for rows_P in first["rows"] for rows in rows_P)
+
+
+@pytest.mark.parametrize(("release", "runner"), [("0.23", 1), ("0.30", 1), ("0.30", 2)])
+def test_weights_that_the_engine_would_load_into_wrong_slots_are_refused(release, runner):
+    """After the refused calls, the engine's own methods load the weights, as a control."""
+    for result in load_again(release, runner):
+        wrong = result["wrong"]
+        print(f"experts in wrong slots: {wrong}")
+        assert wrong["moves"] == wrong["refusals"] == 0
+        assert set(result["refused"]) == {"reload_weights", "update", "sleep"}
+        assert all("restart the engine to load weights" in error for error in result["refused"].values())
+        assert wrong["reload"] == wrong["update"] > 0
+        assert result["tables_kept"] is ((release, runner) != ("0.30", 1))

@@ -75,6 +75,23 @@ def maps_of(table_LRS):
     return maps_LRE.scatter(2, table_LRS, slot_LRS)
 
 
+class Worker:
+    """The engine's worker, reduced to the methods that policy mode patches."""
+
+    def sleep(self, level=1):
+        return level
+
+
+class Runner:
+    """The engine's model runner, reduced to the method that policy mode patches."""
+
+    def reload_weights(self):
+        return "loaded"
+
+
+CONFIG = types.SimpleNamespace(load_config=types.SimpleNamespace(load_format="auto"))
+
+
 class EplbUpdator:
     """The cycle of vLLM-Ascend's ``EplbUpdator``, without transfers."""
 

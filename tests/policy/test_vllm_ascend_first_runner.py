@@ -30,7 +30,11 @@ def installed(policy, interval, execution, mix_placement=False):
         "vllm_ascend.eplb.core": {},
         "vllm_ascend.eplb.core.eplb_worker": {"EplbWorker": ascend_fakes.EplbWorker},
         "vllm_ascend.eplb.eplb_updator": {"EplbUpdator": ascend_fakes.EplbUpdator},
+        "vllm_ascend.worker": {},
+        "vllm_ascend.worker.model_runner_v1": {"NPUModelRunner": ascend_fakes.Runner},
+        "vllm_ascend.worker.worker": {"NPUWorker": ascend_fakes.Worker},
         "vllm": {},
+        "vllm.config": {"get_current_vllm_config": lambda: ascend_fakes.CONFIG},
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {"_node_count": lambda _group: 1},
     }.items():
@@ -130,6 +134,19 @@ def test_the_engine_decides_as_before_if_shared_experts_are_placed_like_routed_o
     for table, events in run_ranks(RANKS, with_mixed_placement):
         assert table == TABLE.flip(1).tolist()
         assert events == [("woken", 7), ("read", 11)]
+
+
+def loaded_while_serving():
+    runner = ascend_fakes.Runner()
+    before = runner.reload_weights()
+    installed(1, 8, 4)
+    with pytest.raises(RuntimeError, match="reload_weights: vLLM-Ascend would load the weights into"):
+        runner.reload_weights()
+    return before
+
+
+def test_weights_cannot_be_loaded_as_soon_as_the_engine_has_an_updater():
+    assert run_ranks(RANKS, loaded_while_serving) == ["loaded"] * RANKS
 
 
 def test_the_policy_can_be_sent_to_the_eplb_process():

@@ -24,6 +24,7 @@ from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.figures import Int64
 from worker_agent.policy.parts import heat_of_slots, parts_of_window
 from worker_agent.policy.service import service_decision
+from worker_agent.policy.vllm_ascend.loading import refuse_loading
 from worker_agent.settings import AgentSettings
 
 _log = logging.getLogger("eplb.agent")
@@ -198,7 +199,7 @@ def table_of_maps(maps_LRE: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def install() -> None:
-    """Patch the first model runner's ``EplbWorker`` and ``EplbUpdator``.
+    """Patch the first model runner's ``EplbWorker`` and ``EplbUpdator``, and later its loading of weights.
 
     Raises
     ------
@@ -224,6 +225,9 @@ def install() -> None:
 
     @wraps(init_updator)
     def init_with_planner(self: Any, *arguments: Any, **keywords: Any) -> None:
+        from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+        refuse_loading(NPUModelRunner)
         init_updator(self, *arguments, **keywords)
         self.eplb_agent_planner = None
         if getattr(get_ascend_config(), "mix_placement", False):

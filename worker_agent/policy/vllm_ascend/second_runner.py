@@ -24,6 +24,7 @@ from worker_agent.policy.agreement import Agreement
 from worker_agent.policy.figures import Int64
 from worker_agent.policy.parts import parts_of_window
 from worker_agent.policy.service import service_decision
+from worker_agent.policy.vllm_ascend.loading import refuse_loading
 from worker_agent.policy.vllm_ascend.routing_table import routing_table
 from worker_agent.settings import AgentSettings
 
@@ -209,10 +210,8 @@ def install() -> None:
     settings = AgentSettings()
 
     @wraps(create)
-    def create_planner_policy(policy: str, stair_config: Any) -> PlannerPolicy:
-        agreement = Agreement(get_eplb_group().cpu_group, EVEN, service_decision(settings, EVEN))
-        agreement.wait_until_warm()
-        return PlannerPolicy(create(policy, stair_config), agreement, settings.window_parts)
+    def create_planner_policy(policy: str, stair_config: Any) -> Any:
+        return _with_planner(create(policy, stair_config), settings)
 
     @wraps(run)
     def run_and_deal(
@@ -239,6 +238,20 @@ def install() -> None:
     async_worker.run_rebalance_experts = run_and_deal
     for module in (states, patch_eplb):
         module.refresh_model_routing_tables = refresh_and_deal
+
+
+def _with_planner(engine_policy: Any, settings: AgentSettings) -> Any:
+    """Return a ``PlannerPolicy`` in front of the engine's policy; the engine's policy if the engine has no EPLB."""
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_eplb_group
+    from vllm_ascend.worker.v2.model_runner import NPUModelRunner
+
+    if not get_current_vllm_config().parallel_config.enable_eplb:
+        return engine_policy
+    refuse_loading(NPUModelRunner)
+    agreement = Agreement(get_eplb_group().cpu_group, EVEN, service_decision(settings, EVEN))
+    agreement.wait_until_warm()
+    return PlannerPolicy(engine_policy, agreement, settings.window_parts)
 
 
 def _tables_of(rows_LP: Int64 | None, target: torch.Tensor, rank: int, ranks: int) -> dict[int, torch.Tensor]:
