@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.sources import HeatPhase, RankSums, ServedSteps, SourceHeat, StepTimes
-from eplb_core.placement import Float64, Int32, dealt_to, step_par, with_entries
+from eplb_core.placement import Float64, Int32, dealt_to, drawn_by_row, step_par, with_entries
 from eplb_core.wire.agent import Shape
 from eplb_core.wire.heat import HeatReport
 
@@ -239,13 +239,12 @@ class _Step:
         heat_LE, loads_LR = self.counts
         layers, ranks = loads_LR.shape
         width = targets_LED.shape[2]
-        if self._by_row:
-            # The host selects entries by batch row, so a step's first token may use any entry. Rotating the entries by
-            # the step number varies which one is used first.
-            targets_LED = np.roll(targets_LED, self.number, axis=2)
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
-        dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
+        if self._by_row:
+            dealt_LED = drawn_by_row(counts_LE, width, self.number)
+        else:
+            dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
         sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)
         loads_LR += sums_C.reshape(layers, ranks).astype(np.int32)
 

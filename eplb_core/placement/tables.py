@@ -212,3 +212,32 @@ def dealt_to(tokens: npt.NDArray[np.integer[Any]], entry: int, width: int) -> np
     [3, 2, 2]
     """
     return (tokens.astype(np.int64) + (width - 1 - entry)) // width
+
+
+def drawn_by_row(
+    tokens: npt.NDArray[np.integer[Any]], width: int, seed: int | tuple[int, ...]
+) -> npt.NDArray[np.int64]:
+    """Return the number of tokens that go to each entry of a dealing table if the host picks it by the token's row.
+
+    The rows of an expert's tokens are unknown and drawn at random, as in ``solver.whole_tokens``.
+
+    Parameters
+    ----------
+    tokens
+        Number of tokens that a rank sends to an expert in a step; an array of any shape.
+    width
+        D, entries per expert.
+    seed
+        Seed of the draw. The same arguments give the same result.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        ``[..., D]``, the tokens of each entry.
+
+    Examples
+    --------
+    >>> int(drawn_by_row(np.array(7), width=3, seed=1).sum())
+    7
+    """
+    return np.random.default_rng(seed).multinomial(tokens, np.full(width, 1 / width))

@@ -26,6 +26,7 @@ from eplb_service.cli.planner_options import (
     POLICY,
     WORKERS,
     CostOptions,
+    as_recorded,
     assumptions_text,
     check_groups,
     one_policy,
@@ -82,6 +83,7 @@ def advise(
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
+    settings = as_recorded(settings, trace)
     if shape is not None:
         _check_shape(heat, trace, shape, model)
     costs = cost.costs(settings, trace, group.ranks)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from eplb_core.placement import Placement
 from eplb_core.planner.price import SplitCost
 from eplb_core.planner.request import groups_on_nodes
-from eplb_core.planner.settings import PlannerSettings, offline_options
+from eplb_core.planner.settings import SPLITS, PlannerSettings, offline_options
 from eplb_core.planner.topology import Topology
 from eplb_service.cli.file_options import choices_per_step
 from eplb_service.cli.options import UserError, option, setting_option
@@ -93,6 +93,13 @@ def one_policy(policy: str, flag: str = "--policy") -> None:
         external_policy(policy)
     except PolicyError as error:
         raise UserError(f"{flag}: {error}") from error
+
+
+def as_recorded(settings: PlannerSettings, trace: Trace) -> PlannerSettings:
+    """Return the settings with the split that the trace records in place of the default split."""
+    if settings.is_default("split") and trace.facts.split in SPLITS:
+        return replace(settings, split=trace.facts.split)
+    return settings
 
 
 def check_groups(settings: PlannerSettings, experts: int, counts: Sequence[int], topology: Topology) -> None:

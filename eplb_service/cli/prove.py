@@ -26,6 +26,7 @@ from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cli.planner_options import (
     WORKERS,
     CostOptions,
+    as_recorded,
     assumptions_text,
     check_groups,
     check_windows,
@@ -80,16 +81,18 @@ class _Watching:
     recording: Path | None = option(None, "Keep the recording, a .zarr folder. It is removed by default.")
 
     @contextmanager
-    def trace(self, service: Connection, deployment: str, heat: Path | None) -> Iterator[tuple[Path, str]]:
+    def trace(
+        self, service: Connection, deployment: str, heat: Path | None
+    ) -> Iterator[tuple[Path, dict[str, str], str]]:
         """Record a deployment, unless there is a trace already.
 
-        Yields the path of the trace and the gain that the service reports. The gain is empty if there is no service. A
-        recording is removed afterwards, unless the user keeps it.
+        Yields the path of the trace, facts about the recording, and the gain that the service reports. The last two are
+        empty if there is no service. A recording is removed afterwards, unless the user keeps it.
         """
         if heat is not None:
             if self.recording is not None:
                 raise UserError("--recording applies to a live deployment, not to --heat")
-            yield heat, ""
+            yield heat, {}, ""
             return
         with tempfile.TemporaryDirectory() as folder:
             path = self.recording or Path(folder, "recording.zarr")
@@ -97,9 +100,10 @@ class _Watching:
             if path.suffix != SUFFIX:
                 raise UserError(f"--recording is {path}; the name must end in {SUFFIX}")
             with service.open() as call:
-                record_heat(call, deployment, path, self.steps, self.seconds)
+                recording = record_heat(call, deployment, path, self.steps, self.seconds)
                 response = call("GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
-            yield path, _gain_in_time(response.status)
+            kept = "not kept" if self.recording is None else f"kept; use it with --heat {path}"
+            yield path, {"recording": f"{recording.summary}; {kept}"}, _gain_in_time(response.status)
 
 
 @dataclass(frozen=True)
@@ -239,8 +243,9 @@ def prove(
         raise UserError("give either --heat, for a recorded trace, or the name of a deployment to watch")
     if heat is None:
         arms.jobs(settings, 1, watching.steps)
-    with watching.trace(service, deployment, heat) as (path, measured):
+    with watching.trace(service, deployment, heat) as (path, recorded, measured):
         trace = reading.open(path)
+        settings = as_recorded(settings, trace)
         ranks = group.of(trace)
         scene = Scene(
             ranks.topology(trace),
@@ -255,7 +260,9 @@ def prove(
         with replay_progress(jobs, trace.steps) as advance:
             file = TraceFile(path, reading.reading())
             proof = prove_file(file, scene, jobs, workers=workers, on_progress=advance)
-    facts = report_facts(trace, settings) | {
+    facts = {
+        **report_facts(trace, settings),
+        **recorded,
         "initial placement": str(placement or "the experts in order"),
         "schedule": f"window {arms.window}, interval {arms.interval}",
     }

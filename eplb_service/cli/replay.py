@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ from eplb_service.cli.planner_options import (
     RAY,
     WORKERS,
     CostOptions,
+    as_recorded,
     assumptions_text,
     check_groups,
     check_windows,
@@ -120,6 +123,7 @@ def replay(
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
+    settings = as_recorded(settings, trace)
     counts = layout.counts(trace.experts, group.ranks)
     start_LRS = read_start_placement(placement, trace, group.ranks)
     costs = cost.costs(settings, trace, group.ranks)
@@ -178,7 +182,8 @@ def policies_of(text: str, flag: str = "--policy") -> tuple[str, ...]:
     if unknown or not names:
         shown = ", ".join(map(repr, unknown)) or "nothing"
         raise UserError(
-            f"{flag} contains {shown}; choose from {', '.join(available)}, or use module:function"
+            f"{flag} contains {shown}; choose from {', '.join(available)}, or use module:function; install "
+            "eplb-lab[peers] for engines' balancers"
         )
     return names
 
@@ -266,8 +271,12 @@ def _write_report(
 
 
 def this_command() -> str:
-    """Return the command line of this process."""
-    return shlex.join(["eplb", *sys.argv[1:]])
+    """Return the command line of this process, without the secret in ``--token``."""
+    arguments = [
+        "..." if before == "--token" else re.sub("^--token=.*", "--token=...", argument)
+        for before, argument in pairwise(sys.argv)
+    ]
+    return shlex.join(["eplb", *arguments])
 
 
 def report_facts(trace: Trace, settings: PlannerSettings) -> dict[str, str]:

@@ -30,7 +30,7 @@ from eplb_service.cli.file_options import (
 )
 from eplb_service.cli.options import JSON, RESULTS, option, takes_options
 from eplb_service.cli.output import layers_table, output_console, print_json
-from eplb_service.cli.planner_options import POLICY, check_groups, one_policy, planner_flags
+from eplb_service.cli.planner_options import POLICY, as_recorded, check_groups, one_policy, planner_flags
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
@@ -62,9 +62,9 @@ def solve(
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show their gain."""
     check_placement_output(out, format, first_layer, draft_layers)
-    settings = planner_settings(planner)
     one_policy(policy)
     trace = reading.open(heat)
+    settings = as_recorded(planner_settings(planner), trace)
     slots = layout.count(trace.experts, group.ranks)
     check_shape(trace.experts, group.ranks, slots)
     with naming(heat):

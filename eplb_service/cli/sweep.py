@@ -26,6 +26,7 @@ from eplb_service.cli.planner_options import (
     RAY,
     WORKERS,
     CostOptions,
+    as_recorded,
     assumptions_text,
     check_groups,
     check_windows,
@@ -143,7 +144,8 @@ class _Grid:
         start = max(setup.first for setup in setups)
         for settings in {settings.expert_groups: settings for _, settings in self.settings}.values():
             check_groups(settings, trace.experts, counts, self.group.topology(trace))
-        for choice, settings in self.settings:
+        for choice, as_given in self.settings:
+            settings = as_given if "split" in choice else as_recorded(as_given, trace)
             scene = Scene(self.group.topology(trace), self.cost.costs(settings, trace, ranks))
             for setup in setups:
                 shifted = replace(setup, start=start)

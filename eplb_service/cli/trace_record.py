@@ -10,17 +10,23 @@ import typer
 from rich.progress import TimeElapsedColumn
 
 from eplb_core.atomic_write import OutputError
+from eplb_core.figures import duration_text
+from eplb_core.planner.dealing import fitted_to_host
+from eplb_core.planner.settings import PlannerSettings
 from eplb_core.wire.fields import WireError
 from eplb_core.wire.generated import operator_pb2
 from eplb_core.wire.heat import decode_heat_report
 from eplb_core.wire.operator import ServedModel, decode_served, decode_switched
 from eplb_service.cli.client import NAME, Connection, OperatorCalls
 from eplb_service.cli.options import JSON, UserError, option, takes_options
-from eplb_service.cli.output import print_json, progress_bar
+from eplb_service.cli.output import hint, print_json, progress_bar
 from eplb_service.io.copy_trace import check_trace_output
 from eplb_service.io.native import SUFFIX as TRACE_SUFFIX
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
+
+_IDLE_SECONDS = 10.0
+"""Age of a deployment's newest step, in seconds, above which a recording prints a hint that it has to wait."""
 
 
 @takes_options()
@@ -48,22 +54,24 @@ def record(
     if not out.is_dir():
         check_trace_output(out)
     with service.open() as call:
-        recording, recorder = record_heat(call, deployment, out, steps, seconds)
-    lost_steps = recorder.lost
+        recording = record_heat(call, deployment, out, steps, seconds)
     if json:
-        counts = {"steps": recording.steps, "lost_steps": lost_steps, "dropped_reports": recording.dropped}
+        counts = {
+            "steps": recording.steps,
+            "lost_steps": recording.lost,
+            "dropped_reports": recording.dropped,
+        }
         print_json({"out": out, **counts})
     else:
-        typer.echo(
-            f"{out}: {recording.steps} steps recorded; {lost_steps} steps lost, {recording.dropped} reports dropped "
-            "because the link was too slow"
-        )
+        typer.echo(f"{out}: {recording.summary}")
 
 
 def record_heat(
     call: OperatorCalls, deployment: str, out: Path, steps: int | None, seconds: float | None
-) -> tuple[_Recording, Recorder]:
+) -> _Recording:
     """Record the heat that a deployment serves from now on, until a limit or Ctrl-C.
+
+    Prints a hint if the deployment is idle.
 
     Parameters
     ----------
@@ -80,24 +88,38 @@ def record_heat(
 
     Returns
     -------
-    tuple of _Recording and Recorder
-        The completed recording, and the writer of its trace.
+    _Recording
+        The completed recording.
 
     Raises
     ------
     UserError
         If no step was recorded.
     """
+    _hint_if_idle(call("GetStatus", operator_pb2.GetStatusRequest(deployment=deployment)).status)
     recording = _Recording(out, deployment, steps)
     try:
         _follow(recording, call, seconds)
     finally:
         recording.close()
-    if recording.recorder is None or not recording.steps:
+    if not recording.steps:
         raise UserError(
             f"no step of {deployment!r} was recorded; check with `eplb status` that its model is serving"
         )
-    return recording, recording.recorder
+    return recording
+
+
+def _hint_if_idle(status: operator_pb2.DeploymentStatus) -> None:
+    """Print a hint if a deployment has no ranks or is not serving, so that the recording has to wait."""
+    if not status.agents_connected:
+        why = "none of its ranks is connected"
+    elif not status.HasField("idle_seconds"):
+        why = "it has not served any requests yet"
+    elif status.idle_seconds > _IDLE_SECONDS:
+        why = f"its last step was {duration_text(status.idle_seconds)} ago"
+    else:
+        return
+    hint(f"{status.deployment!r} is idle: {why}; the recording begins when it serves requests")
 
 
 class _Recording:
@@ -119,12 +141,25 @@ class _Recording:
         self.dropped = 0
         self.path = path
         self.deployment = deployment
-        self._max_steps = max_steps
+        self.max_steps = max_steps
 
     @property
     def steps(self) -> int:
         """Number of steps recorded so far."""
         return self.recorder.steps if self.recorder else 0
+
+    @property
+    def lost(self) -> int:
+        """Number of steps lost so far."""
+        return self.recorder.lost if self.recorder else 0
+
+    @property
+    def summary(self) -> str:
+        """Numbers of steps recorded and lost, as text."""
+        return (
+            f"{self.steps} steps recorded; {self.lost} steps lost, {self.dropped} reports dropped because the link was "
+            "too slow"
+        )
 
     def begin(self, served: ServedModel) -> Recorder:
         """Begin or continue recording with a layout of all ranks. Raises ``UserError`` if it does not fit the trace."""
@@ -138,9 +173,15 @@ class _Recording:
                 slots=shape.slots,
                 bytes_per_expert=shape.bytes_per_expert,
                 nodes_R=served.nodes_R,
+                split=fitted_to_host(
+                    PlannerSettings(),
+                    shape.width,
+                    entry_by_row=shape.entry_by_row,
+                    splits_by_step=shape.splits_by_step,
+                ).split,
             )
             recorder = Recorder(
-                self.path, facts, shape.layers, shape.experts, served.pending_steps, self._max_steps
+                self.path, facts, shape.layers, shape.experts, served.pending_steps, self.max_steps
             )
         elif self.served is not None and self.served.shape != shape:
             raise UserError(
@@ -166,13 +207,13 @@ def _follow(recording: _Recording, call: OperatorCalls, seconds: float | None) -
     """Record the service's messages until the trace is full, the time is up, or the user presses Ctrl-C."""
     request = operator_pb2.WatchHeatRequest(deployment=recording.deployment)
     stream = call.stream("WatchHeat", request, seconds)
-    with progress_bar("waiting for heat (Ctrl-C stops)", None, TimeElapsedColumn()) as update:
+    total = recording.max_steps
+    with progress_bar("waiting for heat; Ctrl-C stops the recording", total, TimeElapsedColumn()) as update:
         try:
             for message in stream:
                 recorder = _record_message(recording, message)
-                update(
-                    description=f"{recording.steps} steps, {recorder.lost} lost (Ctrl-C stops and keeps the trace)"
-                )
+                counts = f"{recording.steps:,} steps recorded, {recording.lost:,} lost"
+                update(description=f"{counts}; Ctrl-C stops the recording", completed=recording.steps)
                 if recorder.full:
                     break
         except KeyboardInterrupt:
@@ -185,10 +226,7 @@ def _follow(recording: _Recording, call: OperatorCalls, seconds: float | None) -
             if seconds is None or call_error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 recording.close()
                 if recording.steps:
-                    typer.echo(
-                        f"{recording.path}: {recording.steps} steps recorded before the connection was lost",
-                        err=True,
-                    )
+                    typer.echo(f"{recording.steps:,} steps recorded before the connection was lost", err=True)
                 raise
         finally:
             stream.cancel()

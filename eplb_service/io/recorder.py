@@ -13,7 +13,8 @@ import numpy.typing as npt
 from eplb_core.atomic_write import OutputError
 from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.window import HeatError
-from eplb_core.placement import Int32, dealt_to, with_entries
+from eplb_core.placement import Int32, dealt_to, drawn_by_row, with_entries
+from eplb_core.planner.settings import EVEN
 from eplb_core.wire.heat import HeatReport
 from eplb_service.io.containers import Array
 from eplb_service.io.native import TraceWriter
@@ -158,6 +159,7 @@ class Recorder:
         """Number of steps that could not be recorded."""
         self._ranks = facts.ranks
         self._slots = facts.slots
+        self._by_row = facts.split == EVEN
         self._lock = _Lock(path)
         try:
             self._writer = TraceWriter(path, replace(facts, phases=PHASES), layers, experts)
@@ -289,9 +291,11 @@ class Recorder:
         for layer, table in enumerate(tables):
             assert table is not None
             log2phy_RED = with_entries(table, 2)
+            source_RE = source_RLE[:, layer]
             width = log2phy_RED.shape[2]
-            for entry in range(width):
-                np.add.at(
-                    counts_LP[layer], log2phy_RED[:, :, entry], dealt_to(source_RLE[:, layer], entry, width)
-                )
+            if self._by_row:
+                dealt_RED = drawn_by_row(source_RE, width, (step.number, layer))
+            else:
+                dealt_RED = np.stack([dealt_to(source_RE, entry, width) for entry in range(width)], axis=2)
+            np.add.at(counts_LP[layer], log2phy_RED, dealt_RED)
         return counts_LP

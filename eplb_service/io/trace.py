@@ -50,6 +50,8 @@ class TraceFacts:
         Rule by which tokens were grouped into steps, if these are not the steps that the model served.
     layer_numbers
         The model's own number of each MoE layer. Empty if the numbers are 0, 1, 2 and so on.
+    split
+        The host's split of tokens over replicas during the recording; one of ``settings.SPLITS``.
 
     Raises
     ------
@@ -67,6 +69,7 @@ class TraceFacts:
     phases: tuple[str, ...] = ("unknown",)
     batching: str = ""
     layer_numbers: tuple[int, ...] = ()
+    split: str = ""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "slots", "top_k", "bytes_per_expert"):

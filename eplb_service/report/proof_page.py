@@ -128,8 +128,8 @@ def conclusions(proof: Proof, answers: Answers | None = None, measured: str = ""
     ours = rows[OURS]
     if not ours["gain"].low > 0:
         yield (
-            f"These steps do not show a gain: our planner changes PAR by {_text(-ours['gain'].value)}, and the 95 % "
-            "interval of the gain contains 0."
+            "These steps do not show a gain: the 95 % interval of our planner's gain in PAR, "
+            f"{_text(ours['gain'])}, contains 0."
         )
     else:
         yield (
@@ -194,12 +194,10 @@ def share_text(estimate: Estimate | None) -> str:
     return f"{estimate.value:.0%}" + ("" if math.isnan(reach) else f" ±{reach:.0%}")
 
 
-def _text(estimate: Estimate | float | None) -> str:
+def _text(estimate: Estimate | None) -> str:
     """Return an estimate with its interval."""
     if estimate is None:
         return "-"
-    if isinstance(estimate, float):
-        return f"{estimate:+.3f}"
     reach = estimate.high - estimate.value
     return f"{estimate.value:.3f}" + ("" if math.isnan(reach) else f" ±{reach:.3f}")
 

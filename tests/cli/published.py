@@ -11,7 +11,7 @@ CURVE = "phase floor_us read_us launch_us slope_us_per_token source fit batch_us
 SPLIT = "us"
 TRACE = (
     "origin steps layers experts first_step last_step model ranks slots tokens_per_step top_k bytes_per_expert nodes_R "
-    "layer_numbers phases batching counted_by"
+    "layer_numbers split phases batching counted_by"
 )
 SETUP = "slots window interval start"
 FIGURES = (

@@ -77,3 +77,16 @@ def test_ranks_and_slots_default_to_those_of_the_recording(tmp_path, heat, capsy
 def test_ranks_and_slots_are_required_if_they_are_not_recorded(trace, capsys):
     assert "the trace does not record the number of ranks; pass" in refusal(capsys, "prove", "--heat", trace)
     assert "give --slots" in refusal(capsys, "prove", "--heat", trace, "--ranks", 4)
+
+
+@pytest.mark.parametrize("option", [["--token", "my secret"], ["--token=my secret"]])
+def test_the_page_does_not_contain_the_token(trace, tmp_path, capsys, monkeypatch, option):
+    page = tmp_path / "proof.html"
+    shape = ("--heat", trace, "--ranks", 4, "--slots", 5)
+    arguments = [*map(str, shape), *option, "--report", str(page)]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/eplb", "prove", *arguments])
+    code, _, err = prove(capsys, *arguments)
+    assert (code, err) == (0, "")
+    html = page.read_text()
+    assert "eplb prove --heat" in html
+    assert "secret" not in html

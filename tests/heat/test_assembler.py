@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,11 @@ SLOTS = 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 
-def assembler(window_steps: int = 8, pending_steps: int = 4, *groups: int) -> HeatAssembler:
+def assembler(window_steps: int = 8, pending_steps: int = 4, *groups: int, **shape: Any) -> HeatAssembler:
     groups_R = np.array(groups or range(RANKS), dtype=np.int32)
-    heat = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps, groups_R)
+    heat = HeatAssembler(
+        Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0, **shape), window_steps, pending_steps, groups_R
+    )
     for layer in range(LAYERS):
         place(heat, layer, 0, PLACEMENT_LRS[layer])
     return heat
@@ -335,6 +338,18 @@ def test_loads_follow_from_source_heat_and_tables(seed: int, steps: int, width: 
     np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
     np.testing.assert_array_equal(loads_of(heat), loads_TLR)
     assert source_RLE is not None
+
+
+def test_the_tokens_of_a_host_that_picks_entries_by_row_fall_on_random_replicas() -> None:
+    steps = 1000
+    heat = assembler(steps, steps, width=2, entry_by_row=True)
+    for layer, phy2log_RS in enumerate(PLACEMENT_LRS):
+        heat.placements.place(layer, 0, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS, 2))
+    counts_TLE = np.tile(np.array([3, 1, 1], dtype=np.int32), (steps, LAYERS, 1))
+    add(heat, 0, sources_only(0, counts_TLE))
+    add(heat, 1, sources_only(0, 0 * counts_TLE))
+    # In layer 0, one of four steps sends all three tokens of expert 0 to one rank, which then has 4 of the 5 tokens.
+    assert heat.served_par(steps)[:, 0].mean() == pytest.approx(1.6 / 4 + 1.2 * 3 / 4, abs=0.02)
 
 
 def test_tokens_are_attributed_to_ranks_with_the_tables_of_their_epoch() -> None:

@@ -12,12 +12,12 @@ import pytest
 from eplb_core.atomic_write import OutputError
 from eplb_core.heat.phase import StepPhase
 from eplb_core.heat.window import HeatError
-from eplb_core.placement import Placement
+from eplb_core.placement import Placement, default_log2phy, step_par
 from eplb_core.wire.heat import HeatReport
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder
-from eplb_service.io.trace import PHASES
+from eplb_service.io.trace import PHASES, TraceFacts
 from tests.io import traces
 from tests.io.recorded_trace import EXPERTS, FACTS, LAYERS, RANKS, SLOTS
 from tests.placement.drawn import dealt_one_by_one
@@ -263,3 +263,18 @@ def test_a_recorder_that_fails_to_start_releases_the_trace():
         add_reports(Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64), 0, 8)
     Path("decode.zarr").unlink()
     Recorder(Path("decode.zarr"), FACTS, LAYERS, EXPERTS, 64).close()
+
+
+def test_the_tokens_of_ranks_that_pick_entries_by_row_fall_on_random_replicas():
+    facts = TraceFacts(ranks=2, slots=2, split="even")
+    phy2log_RS = np.array([[0, 1], [2, 0]], dtype=np.int32)
+    recorder = Recorder(Path("decode.zarr"), facts, 1, 3, pending_steps=1000)
+    recorder.place(0, 0, phy2log_RS, default_log2phy(phy2log_RS, 3, 2))
+    source_TLE = np.tile(np.array([3, 1, 1], dtype=np.int32), (1000, 1, 1))
+    recorder.add(0, source_report(0, 0, source_TLE, epochs=(0,)))
+    recorder.add(1, source_report(1, 0, 0 * source_TLE, epochs=(0,)))
+    trace = recorded(recorder)
+    assert np.array_equal(trace.heat(0, 1000), source_TLE)
+    # One of four steps sends all three tokens of expert 0 to one rank, which then has 4 of the 5 tokens.
+    par_T1 = step_par(trace.served_loads(0, 1000))
+    assert par_T1.mean() == pytest.approx(1.6 / 4 + 1.2 * 3 / 4, abs=0.02)

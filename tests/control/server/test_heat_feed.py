@@ -161,6 +161,7 @@ async def test_a_recording_contains_the_ranks_counts_before_and_after_a_commit(
     assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
     facts = trace.facts
     assert (facts.nodes_R, facts.bytes_per_expert) == ((0, 0, 1, 1), BYTES_PER_EXPERT)
+    assert facts.split == "tables"
 
 
 def loads_sent(live: DeployedLayout, heat_TLE: Int32) -> Int32:
@@ -210,7 +211,9 @@ async def test_a_recording_ends_after_its_time_limit_and_reports_an_empty_trace(
     async with FakeGroup(service.address) as group:
         await group.join()
         assert await (await recording(service, *arguments, watched=False)) == 2
-        assert "no step of 'decode' was recorded" in capsys.readouterr().err
+        reported = capsys.readouterr().err
+        assert "'decode' is idle: it has not served any requests yet" in reported
+        assert "no step of 'decode' was recorded" in reported
         task = await recording(service, *arguments[:-1], "3", "--append")
         await group.send_heat(skewed_heat(8))
         assert await task == 0
