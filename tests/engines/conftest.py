@@ -184,11 +184,11 @@ def run_vllm(agent_site, checkpoint, tmp_path, stop_at_end):
 def serve_vllm(agent_site, checkpoint, tmp_path, stop_at_end):
     """Return a function that starts servers."""
 
-    def start(engine, options, **environment):
+    def start(engine, options, model=checkpoint, **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
         log = tmp_path / "server" / "server.log"
         command = [*TOKEN_IDS_ALONE, *options]
-        return stop_at_end(OpenAiServer(python_of(engine), log, checkpoint, command, settings))
+        return stop_at_end(OpenAiServer(python_of(engine), log, model, command, settings))
 
     return start
 
