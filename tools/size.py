@@ -36,8 +36,8 @@ LARGE_MODULES = f"modules over {LARGE_MODULE_TOKENS:,} tokens"
 ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
 
 LIMITS = {
-    "code tokens of core, service and agent": Limit(215_000, 300_000),
-    "code tokens with the lab": Limit(240_000, 357_000),
+    "code tokens of core, service and agent": Limit(215_000, 301_000),
+    "code tokens with the lab": Limit(240_000, 358_000),
     LONG_FUNCTIONS: Limit(4, 6),
     WIDE_FUNCTIONS: Limit(7, 12),
     LARGE_MODULES: Limit(7, 7),

@@ -35,9 +35,6 @@ NEAR = 0.05
 """Maximum difference between PARs that are averaged over different parts of about the same steps."""
 MEASURED_NEAR = 0.03
 """Maximum difference from the PAR that the engine itself measures, token by token, over its whole run."""
-OPTIONS = ["-tp", "4", "--max-num-seqs", "24", "--enable-expert-parallel", "--enable-eplb", "--eplb-config"]
-OPTIONS += [json.dumps(with_own_eplb(ranks=4, redundant=8, window=WINDOW)["eplb_config"])]
-"""Four ranks, because two are nearly balanced with the initial placement."""
 
 
 def started(folder, *arguments):
@@ -86,6 +83,13 @@ def requests_to(server):
         sending.result()
 
 
+def options(ranks):
+    """Return the command-line options of a server with the EPLB of ``with_own_eplb``."""
+    config = with_own_eplb(ranks, redundant=2 * ranks, window=WINDOW)["eplb_config"]
+    flags = ["--max-num-seqs", "24", "--enable-expert-parallel", "--enable-eplb"]
+    return ["-tp", str(ranks), *flags, "--eplb-config", json.dumps(config)]
+
+
 def mean_par(service, process):
     """Return the mean of the PAR that the service reports until ``process`` has ended."""
     pars = []
@@ -108,7 +112,7 @@ def test_a_balanced_server_is_compared_with_the_other_arms(
     serve_vllm, run_vllm, many_experts, service, tmp_path
 ):
     alone = [ids for ids, _ in run_vllm(VLLM_032, LOAD, name="alone", model=many_experts).answers()]
-    server = serve_vllm(VLLM_032, OPTIONS, model=many_experts, EPLB_AGENT_SERVICE=service.address)
+    server = serve_vllm(VLLM_032, options(2), model=many_experts, EPLB_AGENT_SERVICE=service.address)
     server.wait_until_healthy()
     live = (DEPLOYMENT, "--address", service.address)
     with requests_to(server) as answers:
@@ -131,11 +135,9 @@ def test_a_balanced_server_is_compared_with_the_other_arms(
     arms = proof["arms"]
     print(f"PAR as served {arms['as served']['par']:.3f}, {par:.3f} in the service's status")
     assert list(arms) == ARMS
-    assert (proof["ranks"], proof["steps"]) == (4, STEPS - WINDOW)
+    assert (proof["ranks"], proof["steps"]) == (2, STEPS - WINDOW)
     assert abs(arms["as served"]["par"] - par) < NEAR
     assert arms["as served"]["moves"] <= moved
-    assert arms["ours"]["gain"]["low"] > 0
-    assert arms["as served"]["gain"]["low"] > 0
     assert all(arm["moe_ms"] is arm["saved_ms"] is None for arm in arms.values())
     assert proof["answers"]["requests"] == len(balanced) >= LOAD["requests"]
     assert proof["answers"]["equal"] >= (1 - MAX_TIES) * proof["answers"]["requests"]
@@ -148,7 +150,7 @@ def test_a_balanced_server_is_compared_with_the_other_arms(
 def test_an_observed_server_is_compared_with_its_own_balancer(serve_vllm, many_experts, service, tmp_path):
     measured = tmp_path / "measured.jsonl"
     agent = OBSERVE | {"EPLB_AGENT_SERVICE": service.address, "EPLB_TEST_MEASURE": str(measured)}
-    server = serve_vllm(VLLM_032, OPTIONS, model=many_experts, **agent)
+    server = serve_vllm(VLLM_032, options(4), model=many_experts, **agent)
     server.wait_until_healthy()
     with requests_to(server):
         service.wait_until(lambda status: status.status.observed and status.status.epoch > 0, 900)
@@ -157,12 +159,14 @@ def test_an_observed_server_is_compared_with_its_own_balancer(serve_vllm, many_e
         par = mean_par(service, proving)
         arms = document(proving)["arms"]
         status = service.status().status
-    in_engine, fetched = figures(measured)
+    in_engine, _ = figures(measured)
     print(
         f"PAR as served {arms['as served']['par']:.3f}, {par:.3f} in the status, {in_engine:.3f} in the engine"
     )
     assert list(arms) == ARMS
-    assert 0 < arms["as served"]["moves"] <= sum(fetched)
+    assert arms["as served"]["moves"] > 0
+    assert arms["as served"]["gain"]["low"] > 0
+    assert arms["ours"]["gain"]["low"] > 0
     assert abs(arms["as served"]["par"] - in_engine) < MEASURED_NEAR
     assert abs(arms["as served"]["par"] - par) < NEAR
     assert abs(arms["as served"]["par"] - arms["deepseek"]["par"]) < NEAR
