@@ -62,9 +62,12 @@ def build(rank, port, config_folder, options):
     with set_current_vllm_config(config):
         init_ascend_config(config)
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
         from vllm_ascend.ascend_forward_context import set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
 
+        # vLLM's collectives in shared memory need names that only its CPU worker sets.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
         set_mc2_tokens_capacity(config, 8, 1)
         init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(RANKS, 1)
