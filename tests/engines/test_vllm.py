@@ -254,7 +254,9 @@ SECOND_RUNNER = {
     "dp2": TWO_DATA_RANKS,
     "tp2-dp2": FOUR_RANKS,
     "reload": TWO_TENSOR_RANKS,
+    "dp2-by-step": TWO_DATA_RANKS,
 }
+"""Engines with the second model runner. In the last one, ranks exchange counts to split each step."""
 
 
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
@@ -268,6 +270,7 @@ def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vll
     between = [["reload_weights", {}]] if case == "reload" else []
     load = {"requests": 4, "max_tokens": 40, "rounds": DIFFERENT_ROUNDS, "between": between}
     agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address} | (WITHOUT_WEIGHTS if broken else {})
+    agent["EPLB_AGENT_STEP_SPLIT"] = "on" if case == "dp2-by-step" else "off"
     endless = load | {"rounds": 1000, "until": str(enough), "engine": SECOND_RUNNER[case]}
     balanced = run_vllm(VLLM_032_TRITON, endless, **agent)
     service.wait_until(lambda status: status.status.layers_switched >= 6, 900)
@@ -275,7 +278,9 @@ def test_answers_are_the_same_with_the_second_model_runner(case, broken, run_vll
     enough.touch()
     answers = balanced.answers()
     expected = alone(run_vllm, 4, len(answers) // 4, VLLM_032_TRITON, load, **TRITON_IN_PYTHON)
-    assert "Using V2 Model Runner" in balanced.log.read_text()
+    log = balanced.log.read_text()
+    assert "Using V2 Model Runner" in log
+    assert ("ranks exchange their counts" in log) == (case == "dp2-by-step")
     if broken:
         assert [ids for ids, _ in answers] != [ids for ids, _ in expected]
     else:
