@@ -242,7 +242,7 @@ class _Step:
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
         if self._by_row:
-            dealt_LED = drawn_by_row(counts_LE, width, self.number)
+            dealt_LED = drawn_by_row(counts_LE, targets_LED, self.number)
         else:
             dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
         sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)

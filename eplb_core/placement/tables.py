@@ -215,18 +215,21 @@ def dealt_to(tokens: npt.NDArray[np.integer[Any]], entry: int, width: int) -> np
 
 
 def drawn_by_row(
-    tokens: npt.NDArray[np.integer[Any]], width: int, seed: int | tuple[int, ...]
+    tokens: npt.NDArray[np.integer[Any]],
+    entries: npt.NDArray[np.integer[Any]],
+    seed: int | tuple[int, ...],
 ) -> npt.NDArray[np.int64]:
-    """Return the number of tokens that go to each entry of a dealing table if the host picks it by the token's row.
+    """Return the number of tokens that go to each entry of dealing tables if the host picks it by the token's row.
 
-    The rows of an expert's tokens are unknown and drawn at random, as in ``solver.whole_tokens``.
+    The rows of an expert's tokens are unknown and drawn at random, as in ``solver.whole_tokens``. Draws are slow, so
+    experts whose entries are all equal get none; their tokens all go to the first entry.
 
     Parameters
     ----------
     tokens
         Number of tokens that a rank sends to an expert in a step; an array of any shape.
-    width
-        D, entries per expert.
+    entries
+        ``[..., D]``, the tables' entries.
     seed
         Seed of the draw. The same arguments give the same result.
 
@@ -237,7 +240,13 @@ def drawn_by_row(
 
     Examples
     --------
-    >>> int(drawn_by_row(np.array(7), width=3, seed=1).sum())
-    7
+    >>> drawn = drawn_by_row(np.array([7, 7]), np.array([[4, 4, 4], [4, 8, 4]]), seed=1)
+    >>> drawn[0].tolist(), int(drawn[1].sum())
+    ([7, 0, 0], 7)
     """
-    return np.random.default_rng(seed).multinomial(tokens, np.full(width, 1 / width))
+    width = entries.shape[-1]
+    drawn = np.zeros(entries.shape, dtype=np.int64)
+    drawn[..., 0] = tokens
+    differs = (entries[..., 1:] != entries[..., :1]).any(axis=-1)
+    drawn[differs] = np.random.default_rng(seed).multinomial(tokens[differs], np.full(width, 1 / width))
+    return drawn

@@ -294,7 +294,7 @@ class Recorder:
             source_RE = source_RLE[:, layer]
             width = log2phy_RED.shape[2]
             if self._by_row:
-                dealt_RED = drawn_by_row(source_RE, width, (step.number, layer))
+                dealt_RED = drawn_by_row(source_RE, log2phy_RED, (step.number, layer))
             else:
                 dealt_RED = np.stack([dealt_to(source_RE, entry, width) for entry in range(width)], axis=2)
             np.add.at(counts_LP[layer], log2phy_RED, dealt_RED)

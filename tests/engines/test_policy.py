@@ -22,7 +22,7 @@ TWO_RANKS = with_own_eplb(ranks=2, redundant=4, window=WINDOW)
 MAX_IMBALANCE_OVER_OWN = 0.03
 """Allowance for the difference between runs of the same policy, which is large because windows are short."""
 MAX_ERROR_OF_EVEN_SPLIT = 0.05
-"""The service assumes that replicas share tokens evenly. The engines choose by row, and these batches are small."""
+"""The service draws each token's replica at random. The engines choose it by the token's row, and batches are small."""
 BALANCE_STEPS = 64
 """Number of steps over which the service measures the PAR that it shows."""
 SGLANG_LAYERS = 3
@@ -61,7 +61,7 @@ def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_pa
     assert sum(fetched) > 0
 
 
-def check_balance_shown(service, path, capsys, per_pass, least_gain):
+def check_balance_shown(service, path, capsys, per_pass):
     """Check that a service decided, received all heat, and shows the balance of the placement that is served now.
 
     Parameters
@@ -74,8 +74,6 @@ def check_balance_shown(service, path, capsys, per_pass, least_gain):
         Fixture that captures the output of ``eplb status``.
     per_pass
         Number of measured values per forward pass.
-    least_gain
-        Minimum difference of the PAR from that of the initial placement, as measured in the engine.
     """
     service.wait_until(lambda status: status.status.epoch > 0, 600)
     pars = []
@@ -108,15 +106,15 @@ def check_balance_shown(service, path, capsys, per_pass, least_gain):
     assert (shown["observed"], shown["plan_id"], shown["steps_lost"]) == (True, 0, 0)
     assert shown["par_steps"] == BALANCE_STEPS
     assert abs(par - recent) < MAX_ERROR_OF_EVEN_SPLIT
-    assert initial - par > least_gain
+    assert recent < initial
 
 
-def check_policy_with_a_service(start, engine, service, folder, capsys, per_pass=1, least_gain=0.06):
+def check_policy_with_a_service(start, engine, service, folder, capsys, per_pass=1):
     """Check an engine's answers, also after its service has died, and the balance that the service shows before.
 
     ``start`` starts an engine.
     """
-    load = {"requests": 8, "max_tokens": 120}
+    load = {"requests": 24, "max_tokens": 120}
     enough = folder / "enough"
     path = folder / "planner.jsonl"
     settings = {
@@ -127,7 +125,7 @@ def check_policy_with_a_service(start, engine, service, folder, capsys, per_pass
         "EPLB_TEST_MEASURE": str(path),
     }
     run = start(load | {"rounds": 1000, "until": str(enough), "engine": engine}, name="planner", **settings)
-    check_balance_shown(service, path, capsys, per_pass, least_gain)
+    check_balance_shown(service, path, capsys, per_pass)
     service.kill()
     run.wait_for("the service did not decide, so this rank does")
     enough.touch()
@@ -144,9 +142,7 @@ def test_vllm_asks_a_service_which_also_shows_the_balance(run_vllm, service, tmp
 def test_sglang_asks_a_service_which_also_shows_the_balance(run_sglang, service, tmp_path, capsys):
     own_eplb = {"eplb_rebalance_num_iterations": 512, "expert_distribution_recorder_buffer_size": 512}
     engine = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4} | own_eplb
-    check_policy_with_a_service(
-        run_sglang, engine, service, tmp_path, capsys, per_pass=SGLANG_LAYERS, least_gain=0.0
-    )
+    check_policy_with_a_service(run_sglang, engine, service, tmp_path, capsys, per_pass=SGLANG_LAYERS)
 
 
 def test_weights_reloaded_in_policy_mode_reach_the_right_experts(run_vllm, agent_site, tmp_path):

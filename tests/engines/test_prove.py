@@ -91,12 +91,16 @@ def options(ranks):
 
 
 def mean_par(service, process):
-    """Return the mean of the PAR that the service reports until ``process`` has ended."""
+    """Return the mean of the PAR that the service reports until ``process`` has ended.
+
+    The service reports 0 while ranks announce a new placement.
+    """
     pars = []
     while process.poll() is None:
         pars.append(service.status().status.par)
         time.sleep(0.5)
-    return sum(pars) / len(pars)
+    measured = [par for par in pars if par > 0]
+    return sum(measured) / len(measured)
 
 
 def check_page(page):
