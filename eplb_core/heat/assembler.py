@@ -211,7 +211,7 @@ class _Step:
         elif targets_LED is None:
             self.counts[0][rank] = counts_LX
         else:
-            self._add_sources(counts_LX, targets_LED)
+            self._add_sources(rank, counts_LX, targets_LED)
 
     def heat_and_loads(self, cells_LRS: _Cells, experts: int) -> tuple[Int32, Int32]:
         """Return the tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``.
@@ -233,7 +233,7 @@ class _Step:
         return sums_C.astype(np.int32).reshape(layers, experts), loads_LR
 
     def _add_sources(
-        self, counts_LE: npt.NDArray[np.integer[Any]], targets_LED: npt.NDArray[np.integer[Any]]
+        self, rank: int, counts_LE: npt.NDArray[np.integer[Any]], targets_LED: npt.NDArray[np.integer[Any]]
     ) -> None:
         """Add a rank's own tokens to the heat and to the loads of the ranks that received them."""
         heat_LE, loads_LR = self.counts
@@ -242,7 +242,8 @@ class _Step:
         heat_LE += counts_LE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
         if self._by_row:
-            dealt_LED = drawn_by_row(counts_LE, targets_LED, self.number)
+            # With the same seed, ranks with similar counts would choose the same replicas.
+            dealt_LED = drawn_by_row(counts_LE, targets_LED, (self.number, rank))
         else:
             dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
         sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)

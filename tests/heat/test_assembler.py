@@ -352,6 +352,17 @@ def test_the_tokens_of_a_host_that_picks_entries_by_row_fall_on_random_replicas(
     assert heat.served_par(steps)[:, 0].mean() == pytest.approx(1.6 / 4 + 1.2 * 3 / 4, abs=0.02)
 
 
+def test_ranks_with_the_same_counts_pick_replicas_independently() -> None:
+    steps = 1000
+    heat = assembler(steps, steps, width=2, entry_by_row=True)
+    for layer, phy2log_RS in enumerate(PLACEMENT_LRS):
+        heat.placements.place(layer, 0, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS, 2))
+    counts_TLE = np.tile(np.array([1, 0, 0], dtype=np.int32), (steps, LAYERS, 1))
+    add_all(heat, sources_only(0, counts_TLE))
+    # In layer 0, each rank sends one token of expert 0 to either rank. Half of the steps send both to the same rank.
+    assert heat.served_par(steps)[:, 0].mean() == pytest.approx(1.5, abs=0.06)
+
+
 def test_tokens_are_attributed_to_ranks_with_the_tables_of_their_epoch() -> None:
     heat = assembler()
     table_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
