@@ -99,8 +99,9 @@ def test_an_unknown_release_is_rejected_and_not_patched(monkeypatch):
 class Host:
     """Host that records its calls."""
 
-    def __init__(self, *_):
+    def __init__(self, *_, is_pooling=False):
         self.calls = []
+        self.is_pooling = is_pooling
 
     def __getattr__(self, name):
         def record(*arguments):
@@ -150,6 +151,12 @@ def state(monkeypatch):
     assert not hasattr(patched, "eplb_agent_host")
     patched.add_model("target", model_config("generate"))
     return patched
+
+
+def test_the_host_knows_whether_vllm_runs_the_model_for_pooling(state):
+    assert not state.eplb_agent_host.is_pooling
+    state.add_model("the MoE part of a multimodal model", model_config("pooling"))
+    assert state.eplb_agent_host.is_pooling
 
 
 def test_every_pass_except_profiling_is_a_step_and_clears_the_counts(state):

@@ -352,13 +352,11 @@ def test_full_mode_exchanges_no_counts_if_vllm_skips_the_agent_after_some_passes
 
 def choice_in_full_mode(facts, is_pooling):
     """Return True if a full-mode host leaves the split off because of skipped calls."""
-    state = fakes.model_state(dist.get_rank())
-    state.model.is_pooling_model = is_pooling
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPLB_AGENT_STEP_SPLIT", "on")
         parallel = SimpleNamespace(**vars(fakes.config(RANKS)), **facts)
         patch.setattr(fakes, "config", lambda _: parallel)
-        _, host = fakes.started(state=state, data_parallel=RANKS)
+        _, host = fakes.started(data_parallel=RANKS, is_pooling=is_pooling)
     reason = str(host._split_choice)
     host.close()
     return "pipelines and pooling models" in reason

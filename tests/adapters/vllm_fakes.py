@@ -108,7 +108,7 @@ def all_gather(rows_TX, dim=0):
     return torch.cat(gathered, dim)
 
 
-def started(place=lambda tensor: tensor, state=None, data_parallel=1, **changes):
+def started(place=lambda tensor: tensor, state=None, data_parallel=1, is_pooling=False, **changes):
     """Return this rank's state and its host. ``changes`` are agent settings."""
     rank = dist.get_rank()
     state = state or model_state(rank, place)
@@ -116,7 +116,7 @@ def started(place=lambda tensor: tensor, state=None, data_parallel=1, **changes)
     world = dist.group.WORLD
     groups = {"cpu_group": world, "device_group": world, "all_gather": all_gather}
     group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, **groups)
-    return state, VllmHost(state, config(data_parallel), group)
+    return state, VllmHost(state, config(data_parallel), group, is_pooling=is_pooling)
 
 
 VLLM = {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)}

@@ -109,11 +109,14 @@ def _replace_balancer() -> None:
     def add_model_and_agent(self: Any, model: Any, model_config: Any, *rest: Any, **keywords: Any) -> None:
         add_model(self, model, model_config, *rest, **keywords)
         self.is_async = False
-        if getattr(model_config, "runner_type", None) == "draft":
+        runner_type = getattr(model_config, "runner_type", None)
+        if runner_type == "draft":
             log.info("the draft model keeps the placement that vLLM gave it")
             return
         model_state = self.model_states[model_config.compute_hash()]
-        self.eplb_agent_host = VllmHost(model_state, self.parallel_config, get_ep_group())
+        self.eplb_agent_host = VllmHost(
+            model_state, self.parallel_config, get_ep_group(), is_pooling=runner_type == "pooling"
+        )
 
     def step(self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:  # noqa: ARG001
         host = getattr(self, "eplb_agent_host", None)

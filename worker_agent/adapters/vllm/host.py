@@ -63,9 +63,13 @@ class VllmHost(EngineHost):
         vLLM's ``ParallelConfig``.
     group
         vLLM's coordinator for the EP group.
+    is_pooling
+        True if vLLM runs the model for pooling. The MoE part of a multimodal model does not know this itself.
     """
 
-    def __init__(self, model_state: Any, parallel_config: Any, group: Any) -> None:
+    def __init__(
+        self, model_state: Any, parallel_config: Any, group: Any, *, is_pooling: bool = False
+    ) -> None:
         self._model = model_state
         self._parallel = parallel_config
         self._rank: int = group.rank_in_group
@@ -81,9 +85,7 @@ class VllmHost(EngineHost):
         self._warms_up = False
         self._initial = _initial_placement(model_state, self._ranks)
         layers, experts = model_state.logical_replica_count.shape
-        skips_steps = getattr(parallel_config, "pipeline_parallel_size", 1) > 1 or getattr(
-            model_state.model, "is_pooling_model", False
-        )
+        skips_steps = is_pooling or getattr(parallel_config, "pipeline_parallel_size", 1) > 1
         self._split_choice = choose_for_model(
             model_state,
             parallel_config,
