@@ -259,14 +259,14 @@ def offline_options() -> tuple[Field[Any], ...]:
 
 
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
-    """Parse options keyed by name; settings that are not given have their default values.
+    """Parse options keyed by name; settings that are not given, or are ``None``, have their default values.
 
     Raises
     ------
     SettingsError
         If a value is invalid.
     """
-    parsed = dict(values)
+    parsed = {name: value for name, value in values.items() if value is not None}
     if "move_price" in parsed:
         try:
             parsed["move_price"] = number_or_auto(parsed["move_price"])

@@ -83,7 +83,7 @@ def advise(
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
-    settings = as_recorded(settings, trace)
+    settings = as_recorded(settings, trace, planner)
     if shape is not None:
         _check_shape(heat, trace, shape, model)
     costs = cost.costs(settings, trace, group.ranks)

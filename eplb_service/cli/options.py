@@ -110,6 +110,12 @@ def setting_option(name: str, kind: Any, default: Any, help: str, **details: Any
     return _parameter(name, kind, option(default, help, **details))
 
 
+def only_if_given(context: typer.Context, flag: typer.CallbackParam, value: Any) -> Any:
+    """Return ``None`` instead of a flag's default, so that other sources of the setting apply."""
+    source = context.get_parameter_source(str(flag.name))
+    return value if source is not None and source.name == "COMMANDLINE" else None
+
+
 def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     kinds = typing.get_type_hints(group)
     for field in fields(group):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eplb_core.placement import Placement
 from eplb_core.planner.price import SplitCost
@@ -13,7 +13,7 @@ from eplb_core.planner.request import groups_on_nodes
 from eplb_core.planner.settings import SPLITS, PlannerSettings, offline_options
 from eplb_core.planner.topology import Topology
 from eplb_service.cli.file_options import choices_per_step
-from eplb_service.cli.options import UserError, option, setting_option
+from eplb_service.cli.options import UserError, only_if_given, option, setting_option
 from eplb_service.cli.output import hint
 from eplb_service.io.trace import Trace
 from eplb_service.replay.costs import Assumption, Costs
@@ -79,7 +79,14 @@ class CostOptions:
 def planner_flags(*without: str) -> list[inspect.Parameter]:
     """Return an option for each planner setting, except those in ``without``, which the command declares itself."""
     return [
-        setting_option(field.name, field.type, field.default, field.metadata["help"], section=PLANNER)
+        setting_option(
+            field.name,
+            field.type,
+            field.default,
+            field.metadata["help"],
+            section=PLANNER,
+            callback=only_if_given if field.name == "split" else None,
+        )
         for field in offline_options()
         if field.name not in without
     ]
@@ -95,9 +102,9 @@ def one_policy(policy: str, flag: str = "--policy") -> None:
         raise UserError(f"{flag}: {error}") from error
 
 
-def as_recorded(settings: PlannerSettings, trace: Trace) -> PlannerSettings:
-    """Return the settings with the split that the trace records in place of the default split."""
-    if settings.is_default("split") and trace.facts.split in SPLITS:
+def as_recorded(settings: PlannerSettings, trace: Trace, given: Mapping[str, Any]) -> PlannerSettings:
+    """Return the settings with the split that the trace records, unless the user has ``given`` a split."""
+    if given.get("split") is None and trace.facts.split in SPLITS:
         return replace(settings, split=trace.facts.split)
     return settings
 

@@ -245,7 +245,7 @@ def prove(
         arms.jobs(settings, 1, watching.steps)
     with watching.trace(service, deployment, heat) as (path, recorded, measured):
         trace = reading.open(path)
-        settings = as_recorded(settings, trace)
+        settings = as_recorded(settings, trace, planner)
         ranks = group.of(trace)
         scene = Scene(
             ranks.topology(trace),

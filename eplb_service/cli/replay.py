@@ -123,7 +123,7 @@ def replay(
 
     file = TraceFile(heat, reading.reading())
     trace = reading.open(heat)
-    settings = as_recorded(settings, trace)
+    settings = as_recorded(settings, trace, planner)
     counts = layout.counts(trace.experts, group.ranks)
     start_LRS = read_start_placement(placement, trace, group.ranks)
     costs = cost.costs(settings, trace, group.ranks)

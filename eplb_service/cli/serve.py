@@ -10,7 +10,7 @@ import structlog
 import typer
 
 from eplb_core.planner.settings import PlannerSettings
-from eplb_service.cli.options import UserError, option, setting_option, takes_options
+from eplb_service.cli.options import UserError, only_if_given, option, setting_option, takes_options
 from eplb_service.cli.planner_options import PLANNER, unused_heat
 from eplb_service.control.server.lease.errors import LeaseError, LeaseLostError
 from eplb_service.control.server.listening import ListenError
@@ -24,12 +24,6 @@ _log = structlog.get_logger(__name__)
 _LEASE_LOST_EXIT_CODE = 1
 
 
-def _only_if_given(context: typer.Context, flag: typer.CallbackParam, value: Any) -> Any:
-    """Return ``None`` instead of a flag's default, so that the environment and the file apply."""
-    source = context.get_parameter_source(str(flag.name))
-    return value if source is not None and source.name == "COMMANDLINE" else None
-
-
 def _flags() -> list[Any]:
     """Return the service's own flags, followed by the planner's flags."""
     planner = PlannerSettings.__dataclass_fields__
@@ -40,7 +34,7 @@ def _flags() -> list[Any]:
             field.default,
             field.description or "",
             section=PLANNER if name in planner else None,
-            callback=_only_if_given,
+            callback=only_if_given,
         )
         for name, field in sorted(ServiceSettings.model_fields.items(), key=lambda item: item[0] in planner)
     ]

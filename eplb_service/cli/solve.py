@@ -64,7 +64,7 @@ def solve(
     check_placement_output(out, format, first_layer, draft_layers)
     one_policy(policy)
     trace = reading.open(heat)
-    settings = as_recorded(planner_settings(planner), trace)
+    settings = as_recorded(planner_settings(planner), trace, planner)
     slots = layout.count(trace.experts, group.ranks)
     check_shape(trace.experts, group.ranks, slots)
     with naming(heat):

@@ -90,7 +90,9 @@ def sweep(
     settings = [(choice, planner_settings({**planner, **choice})) for choice in grid(_choices(vary or []))]
     windows = whole_numbers("--window", window)
     intervals = whole_numbers("--interval", interval)
-    grid_of_settings = _Grid(group, layout, cost, reading, policies, settings, windows, intervals, hindsight)
+    grid_of_settings = _Grid(
+        group, layout, cost, reading, policies, planner, settings, windows, intervals, hindsight
+    )
     cells: list[SweepCell] = []
     for path in dict.fromkeys(traces):
         try:
@@ -124,6 +126,7 @@ class _Grid:
     cost: CostOptions
     reading: ReadingOptions
     policies: tuple[str, ...]
+    planner: Mapping[str, Any]
     settings: Sequence[tuple[dict[str, Any], PlannerSettings]]
     windows: Sequence[int]
     intervals: Sequence[int]
@@ -145,7 +148,7 @@ class _Grid:
         for settings in {settings.expert_groups: settings for _, settings in self.settings}.values():
             check_groups(settings, trace.experts, counts, self.group.topology(trace))
         for choice, as_given in self.settings:
-            settings = as_given if "split" in choice else as_recorded(as_given, trace)
+            settings = as_recorded(as_given, trace, {**self.planner, **choice})
             scene = Scene(self.group.topology(trace), self.cost.costs(settings, trace, ranks))
             for setup in setups:
                 shifted = replace(setup, start=start)
