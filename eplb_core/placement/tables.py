@@ -219,10 +219,10 @@ def drawn_by_row(
     entries: npt.NDArray[np.integer[Any]],
     seed: int | tuple[int, ...],
 ) -> npt.NDArray[np.int64]:
-    """Return the number of tokens that go to each entry of dealing tables if the host picks it by the token's row.
+    """Return the number of tokens of each dealing-table entry if the host picks entries by the token's row.
 
     The rows of an expert's tokens are unknown and drawn at random, as in ``solver.whole_tokens``. Draws are slow, so
-    experts whose entries are all equal get none; their tokens all go to the first entry.
+    none is made for an expert whose entries are all equal. All its tokens go to the first entry.
 
     Parameters
     ----------

@@ -103,7 +103,7 @@ def one_policy(policy: str, flag: str = "--policy") -> None:
 
 
 def as_recorded(settings: PlannerSettings, trace: Trace, given: Mapping[str, Any]) -> PlannerSettings:
-    """Return the settings with the split that the trace records, unless the user has ``given`` a split."""
+    """Return the settings with the split recorded in the trace, unless the user has ``given`` one."""
     if given.get("split") is None and trace.facts.split in SPLITS:
         return replace(settings, split=trace.facts.split)
     return settings

@@ -51,7 +51,7 @@ class TraceFacts:
     layer_numbers
         The model's own number of each MoE layer. Empty if the numbers are 0, 1, 2 and so on.
     split
-        The host's split of tokens over replicas during the recording; one of ``settings.SPLITS``.
+        The host's split of tokens over replicas during the recording, one of ``settings.SPLITS``. Empty if unknown.
 
     Raises
     ------

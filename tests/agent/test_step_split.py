@@ -229,7 +229,7 @@ def test_the_split_uses_pytorch_operators_if_its_kernels_do_not_work(monkeypatch
 
 
 def install_on_a_busy_device():
-    """Install a placement. Return whether the host waited for the device, and whether the tables are then right."""
+    """Install a placement. Return three flags: the host waited, the split is right, and the first slots are right."""
     device = queued_device.install()
     split = StepSplit(PLACED_RS, EXPERTS, torch.device("queued"))
     done = threading.Event()

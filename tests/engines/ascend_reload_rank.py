@@ -267,7 +267,7 @@ def move_in_first_runner(config, model):
 
 
 def wrong_in_first_runner(model):
-    """Return the number of experts for which a table names a slot of this rank with other weights."""
+    """Return the number of experts that a table maps to a slot of this rank with another expert's weights."""
     wrong = 0
     for index, layer in enumerate(model.layers):
         tables = [torch.empty_like(layer.log2phy) for _ in range(RANKS)]
@@ -370,7 +370,7 @@ def remove_guard(*owners):
 
 def main():
     """Move experts, and count those in wrong slots after refused calls and after the engine's own calls."""
-    # Uninitialised memory then has a recognisable content.
+    # With this setting, torch fills uninitialised memory with NaN or the largest integer, so the test recognises it.
     torch.use_deterministic_algorithms(True)
     config, layers = build()
     install_policy_mode()

@@ -62,7 +62,7 @@ def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_pa
 
 
 def check_balance_shown(service, path, capsys, per_pass):
-    """Check that a service decided, received all heat, and shows the balance of the placement that is served now.
+    """Check that a service decided, received all heat, and shows the balance of the current placement.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def check_balance_shown(service, path, capsys, per_pass):
 
 
 def check_policy_with_a_service(start, engine, service, folder, capsys, per_pass=1):
-    """Check an engine's answers, also after its service has died, and the balance that the service shows before.
+    """Check an engine's answers before and after its service dies, and the balance that the service shows until then.
 
     ``start`` starts an engine.
     """

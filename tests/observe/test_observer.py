@@ -177,8 +177,8 @@ async def test_an_expert_that_is_twice_on_a_rank_is_measured_as_served():
 
         await serve(pairs, ids, lambda: steps() >= 32)
         _, loads_LR = plane.deployments["seen"].heat.load_sums(24)
-        # Two thirds of expert 0 on rank 0, and the rest with expert 3 on rank 1. Replicas are drawn at random.
-        # If both ranks shared expert 0 evenly, rank 0 would have a quarter.
+        # Rank 0 computes two thirds of expert 0's tokens. Rank 1 computes the rest and those of expert 3. Replicas are
+        # drawn at random. If both ranks had half of expert 0's tokens, rank 0 would have a quarter of all tokens.
         assert loads_LR[0] / loads_LR[0].sum() == pytest.approx([1 / 3, 2 / 3], abs=0.05)
 
 

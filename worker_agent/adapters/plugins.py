@@ -95,7 +95,7 @@ def register_sglang() -> None:
 
 
 def _install(mode: Mode, engine: str, description: str) -> None:
-    """Install a mode into an engine once per process, and with a service, observe mode after policy mode."""
+    """Install a mode into an engine once per process. Policy mode with a service also installs observe mode."""
     hooks = _HOOKS[mode, engine]
     if hooks in _installed:
         return
@@ -107,7 +107,7 @@ def _install(mode: Mode, engine: str, description: str) -> None:
         try:
             _install("observe", engine, description)
         except Exception:
-            _log.exception("the service will not show this engine's heat, but its decisions are not affected")
+            _log.exception("the service will not show this engine's heat, but policy mode still works")
 
 
 def _requested_mode() -> Mode | None:

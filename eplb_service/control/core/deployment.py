@@ -272,7 +272,7 @@ class Deployment:
         if self.group is None or self.live is None or self.heat is None:
             return "not all ranks have reported their layout"
         if self.observed:
-            return "its agents only observe (EPLB_AGENT_MODE=observe or policy)"
+            return "its agents do not accept plans (EPLB_AGENT_MODE is observe or policy)"
         if self.paused:
             return "planning is paused"
         if self.plan is not None:

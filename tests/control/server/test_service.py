@@ -140,7 +140,7 @@ async def test_an_observed_deployment_is_measured_but_never_planned_for(service:
         decide = ServiceDecision(agent, "even")
         new_LP = await asyncio.to_thread(decide, heat_NLE, np.array([[0, 1, 2, 3, 0, 1]]), 2, 1, True)
         assert new_LP.tolist() == [[0, 1, 2, 3, 0, 2]]
-        with pytest.raises(grpc.aio.AioRpcError, match="only observe"):
+        with pytest.raises(grpc.aio.AioRpcError, match="do not accept plans"):
             await group.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
 
 

@@ -34,8 +34,8 @@ physical experts."""
 
 
 _NO_EXCHANGE = (
-    "vLLM does not call the agent after every pass of pipelines and pooling models, so ranks could not add up their "
-    "counts; use EPLB_AGENT_MODE=policy"
+    "with pipeline parallelism or a pooling model, vLLM does not call the agent after every pass, so ranks cannot "
+    "exchange their counts; use EPLB_AGENT_MODE=policy"
 )
 _MAX_ENTRIES = 16
 """Maximum number of table entries per expert on ranks that share tokens. Additional replicas receive no tokens."""

@@ -66,10 +66,10 @@ class _HostHeat:
     """Heat of each forward pass, from vLLM-Ascend's own counters and from the choices before dispatch.
 
     vLLM-Ascend adds received tokens to running totals (heat policies 0 to 2), or to rows selected by its own pass count
-    (policy 3). This class resets both to zero after every pass. Choices are counted before dispatch. Release 0.23 maps
-    them to physical experts there, and release 0.30 has already done so; their logical experts then follow from the
-    layer's table, which does not change during a pass. An ACL graph captures the counting with vLLM-Ascend's own
-    operators.
+    (policy 3). This class resets both to zero after every pass. Choices are counted before dispatch. In
+    release 0.23, they are still logical experts at that point. In release 0.30, they are physical experts, and the
+    layer's table, which does not change during a pass, gives their logical experts. An ACL graph captures the counting
+    with vLLM-Ascend's own operators.
 
     With all-gather dispatch, every rank sees all tokens. All ranks then need the same table, redundant experts are
     refused, and only the first rank counts.

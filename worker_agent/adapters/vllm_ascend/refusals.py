@@ -24,7 +24,7 @@ def release() -> str:
 
 
 def refuse_second_runner() -> None:
-    """Refuse the second model runner of release 0.30. Release 0.23 itself never balances with its second runner."""
+    """Refuse the second model runner of release 0.30. In release 0.23, that runner has no dynamic EPLB."""
     from vllm import envs
 
     refuse(
@@ -32,7 +32,7 @@ def refuse_second_runner() -> None:
             (
                 bool(envs.VLLM_USE_V2_MODEL_RUNNER) and release() != "0.23",
                 "the second model runner (VLLM_USE_V2_MODEL_RUNNER)",
-                "Its EPLB is a different one, which the agent cannot replace",
+                "It has an EPLB of its own, which the agent cannot replace",
                 "Unset VLLM_USE_V2_MODEL_RUNNER, or set EPLB_AGENT_MODE=policy",
             )
         ]
@@ -103,7 +103,7 @@ def _refuse_ascend_settings(eplb_config: Any) -> None:
             (
                 bool(eplb_config.expert_map_path) and release() != "0.23",
                 f"expert_map_path in release {release()}",
-                "Its layers route by the file, but vLLM loads every expert into its slot of the default placement, so "
+                "The layers route according to this file, but vLLM loads the experts into the default placement, so "
                 "outputs are wrong even without the agent",
                 "Unset expert_map_path",
             ),

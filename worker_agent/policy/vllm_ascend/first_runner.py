@@ -199,7 +199,9 @@ def table_of_maps(maps_LRE: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def install() -> None:
-    """Patch the first model runner's ``EplbWorker`` and ``EplbUpdator``, and later its loading of weights.
+    """Patch the first model runner's ``EplbWorker`` and ``EplbUpdator``.
+
+    When the engine creates its updater, calls that load weights are patched as well, and fail from then on.
 
     Raises
     ------

@@ -28,7 +28,7 @@ _REMEDY = "restart the engine to load weights, or start it without dynamic_eplb 
 def refuse_loading(runner: Any) -> None:
     """Patch this process's worker and model runner, so that weights are loaded only when the engine starts.
 
-    Call this when the engine creates its EPLB, because only then does it move experts.
+    Call this when the engine creates its EPLB. An engine without EPLB may load weights at any time.
 
     Parameters
     ----------

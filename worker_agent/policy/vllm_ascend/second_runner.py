@@ -241,7 +241,7 @@ def install() -> None:
 
 
 def _with_planner(engine_policy: Any, settings: AgentSettings) -> Any:
-    """Return a ``PlannerPolicy`` in front of the engine's policy; the engine's policy if the engine has no EPLB."""
+    """Return a ``PlannerPolicy`` that falls back to the engine's policy; only the engine's policy if EPLB is off."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import get_eplb_group
     from vllm_ascend.worker.v2.model_runner import NPUModelRunner
