@@ -37,7 +37,7 @@ ROOM_FIGURES = (TOKENS, LONG_FUNCTIONS, WIDE_FUNCTIONS, LARGE_MODULES)
 
 LIMITS = {
     "code tokens of core, service and agent": Limit(215_000, 301_000),
-    "code tokens with the lab": Limit(240_000, 358_000),
+    "code tokens with the lab": Limit(240_000, 359_000),
     LONG_FUNCTIONS: Limit(4, 6),
     WIDE_FUNCTIONS: Limit(7, 12),
     LARGE_MODULES: Limit(7, 7),

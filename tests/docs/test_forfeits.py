@@ -169,6 +169,7 @@ OF_THE_MODEL = {
     "all-gather dispatch with redundant experts",
     "all-gather dispatch on a device that was not expected to use it",
     "dynamic_eplb on a model in which vLLM-Ascend balances no MoE layers",
+    "an expert in two slots of one rank",
     "MoE layers whose dispatch changed after the model was loaded",
     "a router that picks different replicas for the same tokens",
     "a quantised expert whose tensors vLLM-Ascend replaces during serving",

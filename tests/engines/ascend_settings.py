@@ -52,6 +52,7 @@ def ascend(monkeypatch, release="0.30.0rc2", device="A3", stages=1, runner="gene
 class _EplbConfig:
     """The EPLB settings of release 0.30. Release 0.23 has them in two dictionaries."""
 
+    dynamic_eplb: bool = False
     num_redundant_experts: int = 0
     eplb_policy_type: int = 1
     algorithm_execution_interval: int = 30

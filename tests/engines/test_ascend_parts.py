@@ -11,7 +11,13 @@ from worker_agent.adapters.batch import TokenShare
 from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.engine_host import wrap_execute_model
 from worker_agent.adapters.vllm_ascend import hooks
-from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, slots_of_maps
+from worker_agent.adapters.vllm_ascend.host import (
+    AscendHost,
+    LayerFinder,
+    _HostHeat,
+    _placement,
+    slots_of_maps,
+)
 
 
 @pytest.mark.parametrize("policy", [0, 1, 2, 3])
@@ -84,6 +90,13 @@ def test_an_all_gather_dispatch_that_would_give_wrong_outputs_is_refused(facts, 
 def test_slots_are_read_from_the_maps_of_all_ranks():
     maps = torch.tensor([[0, 1, -1, 2], [2, -1, 0, 1]]).numpy()
     assert slots_of_maps(maps[None]).tolist() == [[[0, 1, 3], [2, 3, 0]]]
+
+
+def test_a_slot_whose_expert_no_map_names_is_refused():
+    layer = HostLayer(1)
+    layer.global_expert_map = torch.tensor([[0, 2, -1], [-1, 1, 0]])
+    with pytest.raises(UnsupportedEngineError, match="an expert in two slots of one rank"):
+        _placement([layer])
 
 
 def test_layers_that_the_host_does_not_balance_are_ignored():

@@ -10,7 +10,7 @@ import pytest
 
 from eplb_service.cli.main import run as eplb
 from tests.engines.conftest import warm, with_own_eplb
-from tests.engines.engine_checks import check_same_answers
+from tests.engines.engine_checks import MAX_TIES, check_same_answers, figures
 from tests.engines.environments import VLLM_032
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -28,24 +28,6 @@ BALANCE_STEPS = 64
 SGLANG_LAYERS = 3
 """Number of values per forward pass that ``measure_sglang_routing`` measures."""
 MAX_SHARE_FETCHED = 1 / 5
-MAX_TIES = 0.01
-"""Maximum share of answers with a different token.
-
-With 32 experts, about two pairs of router scores per run are equal to within rounding, and a moved expert changes the
-order of a sum. The checkpoint with 8 experts has no such ties.
-"""
-
-
-def figures(path):
-    """Return the mean imbalance after the first rearrangement, and the number of experts fetched in each rearrangement.
-
-    The imbalance is ``None`` if it was not measured.
-    """
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    fetched = [line["fetched"] for line in lines if "fetched" in line]
-    first = next(index for index, line in enumerate(lines) if "fetched" in line)
-    imbalance = [line["imbalance"] for line in lines[first:] if "imbalance" in line]
-    return sum(imbalance) / len(imbalance) if imbalance else None, fetched
 
 
 def test_vllm_gives_the_same_answers_in_policy_mode(run_vllm, agent_site, tmp_path):

@@ -16,10 +16,9 @@ import pytest
 
 from eplb_service.io.open_trace import open_trace
 from tests.engines.conftest import with_own_eplb
-from tests.engines.engine_checks import OBSERVE
+from tests.engines.engine_checks import MAX_TIES, OBSERVE, figures
 from tests.engines.environments import VLLM_032
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
-from tests.engines.test_policy import MAX_TIES, figures
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -307,13 +307,27 @@ def _has_redundant(placement: Placement) -> bool:
 
 
 def _placement(layers: list[Any]) -> Placement:
-    """Return the initial placement of all ranks, from the maps of vLLM-Ascend's layers."""
+    """Return the initial placement of all ranks, from the maps of vLLM-Ascend's layers.
+
+    Raises ``UnsupportedEngineError`` if the maps do not say which expert is in a slot.
+    """
     maps_LRE = np.stack([layer.global_expert_map.cpu().numpy() for layer in layers])
-    return Placement(slots_of_maps(maps_LRE), maps_LRE.shape[2])
+    slots_LRS = slots_of_maps(maps_LRE)
+    refuse(
+        [
+            (
+                bool((slots_LRS < 0).any()),
+                "an expert in two slots of one rank",
+                "vLLM-Ascend's expert map names only one of the two slots, so the other one's expert is unknown",
+                "Start with a placement that has each expert at most once per rank",
+            )
+        ]
+    )
+    return Placement(slots_LRS, maps_LRE.shape[2])
 
 
 def slots_of_maps(maps_LRE: Int32) -> Int32:
-    """Return the expert in each slot of each rank, int32 ``[L, R, S]``.
+    """Return the expert in each slot of each rank, int32 ``[L, R, S]``; -1 in slots that no map names.
 
     Parameters
     ----------
@@ -325,7 +339,7 @@ def slots_of_maps(maps_LRE: Int32) -> Int32:
     >>> slots_of_maps(np.array([[[0, 1, -1, 2], [2, -1, 0, 1]]])).tolist()
     [[[0, 1, 3], [2, 3, 0]]]
     """
-    slots_LRS = np.zeros((*maps_LRE.shape[:2], int(maps_LRE.max()) + 1), dtype=np.int32)
+    slots_LRS = np.full((*maps_LRE.shape[:2], int(maps_LRE.max()) + 1), -1, dtype=np.int32)
     layer_X, rank_X, expert_X = np.nonzero(maps_LRE >= 0)
     slots_LRS[layer_X, rank_X, maps_LRE[layer_X, rank_X, expert_X]] = expert_X
     return slots_LRS
