@@ -44,6 +44,11 @@ _MAX_REASONS = 8
 _WELCOME_SECONDS = 10.0
 _INITIAL_BEAT_SECONDS = 1.0
 """Heartbeat interval until the service specifies one."""
+_SETTLING_SECONDS = 1.0
+"""Minimum time without moves after which an observed engine's layout is announced.
+
+Engines may move one layer at a time, over several seconds. Ranks that announced different layouts would be rejected.
+"""
 _PLANS_KEPT = 16
 """Maximum number of orders pending for the model's next step."""
 _STALL_SECONDS = 60.0
@@ -366,6 +371,7 @@ class ServiceStream:
         # report the new layout once all older heat has been sent, and newer heat waits for the next Hello.
         observed = self._identity.shape.observed
         has_moved = False
+        newest_epoch = layout.epoch
         while not ended.is_set() and not self._closing.is_set():
             self._sending_since = self._runtime.now()
             seconds = heartbeats.seconds_left(self._runtime.now())
@@ -373,8 +379,11 @@ class ServiceStream:
                 welcome = self.welcome
                 interval = welcome.heartbeat_seconds if welcome else _INITIAL_BEAT_SECONDS
                 beat = self._beat()
-                if observed and not has_moved:
+                if observed and (not has_moved or beat.epoch != newest_epoch):
+                    newest_epoch = beat.epoch
                     beat = replace(beat, epoch=layout.epoch, digest=layout.digest)
+                    if has_moved:
+                        interval = min(interval, _SETTLING_SECONDS)
                 if heartbeats.is_due(self._runtime.now(), beat, interval):
                     yield agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 continue
@@ -385,6 +394,7 @@ class ServiceStream:
             has_moved = observed and isinstance(item, HeatReport) and max(item.layer_epochs) > layout.epoch
             if has_moved:
                 heartbeats = HeartbeatSchedule(self._runtime.now())  # the next one is due immediately
+                newest_epoch = layout.epoch
             if ended.is_set() or has_moved:
                 if item is not None:
                     self._outbox.restore(item)
