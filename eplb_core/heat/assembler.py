@@ -284,7 +284,7 @@ class PendingSteps:
     dummy_steps
         Number of consecutive completed steps, up to the newest one, that were dummies on all ranks.
     mislabelled_steps
-        Number of the ``dummy_steps`` in which tokens were counted.
+        Number of these ``dummy_steps`` that contain tokens, although a dummy step should not.
     empty_steps
         Number of steps, since the last counted token, whose counts were zero although they should not have been. Either
         ranks reported that they had tokens, or busy ranks did not report their tokens and no token has ever been
@@ -460,7 +460,7 @@ class HeatAssembler:
     other_phase_steps
         Number of consecutive steps, up to the newest one, that were skipped because they were not in ``phase``.
     misrouted_steps
-        Number of steps since the last switch in which a slot that is in no rank's table received tokens.
+        Number of steps since the last switch in which a slot received tokens although no rank's table contains it.
     misrouted
         Rank, layer and index of one of these slots in the latest misrouted step; ``None`` if there was no such step.
     placements

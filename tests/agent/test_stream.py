@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -175,6 +176,21 @@ def test_heat_under_a_newer_layout_waits_until_the_next_hello_of_an_observed_ran
         assert request.hello.placement.epoch == 1
         report = scene.hear("heat_report")
         assert (report.first_step, report.dropped_steps) == (9, 0)
+
+
+def test_an_observed_layout_is_announced_once_no_expert_has_moved_between_two_heartbeats() -> None:
+    """Ranks that announce different layouts are rejected, and engines may move one layer at a time."""
+    final = 10
+    moves = itertools.chain(range(1, final), itertools.repeat(final))
+    observed = replace(IDENTITY, shape=replace(SHAPE, observed=True))
+    with Scene(identity=observed) as scene:
+        scene.hear("hello")
+        scene.outbox.put(replace(live.segment(first_step=8, steps=1), layer_epochs=(1,) * LAYERS))
+        scene.stream._beat = lambda: Heartbeat(epoch=next(moves))
+        announced = 0
+        while announced == 0:
+            announced = scene.hear("heartbeat").epoch
+        assert announced == final
 
 
 def test_a_valid_plan_is_queued_and_a_malformed_one_is_rejected() -> None:

@@ -30,6 +30,7 @@ os.environ.update(
 import torch
 import torch.distributed as dist
 import torch_npu
+from ascend_engine_config import engine_config
 from vllm_ascend_dense import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, RANKS, TOP_K, experts_of
 
 RANK, PORT, SOURCE = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -58,7 +59,7 @@ def put_fakes():
     put("vllm_ascend._build_info", __device_type__="A3")
     put("vllm_ascend.eplb.core.policy.policy_flashlb", FlashLB=object, warm_up=None)
     for name in ("patch", "patch.platform", "patch.worker"):
-        # The package itself would import all patches, many of which need a device.
+        # Replace the packages, because importing them applies all patches, and many of these need a device.
         put(f"vllm_ascend.{name}", __path__=[f"{SOURCE}/vllm_ascend/{name.replace('.', '/')}"])
     for name in ("scipy", "scipy.linalg", "scipy.optimize"):
         put(name, __path__=[], __version__="1.14.0", __getattr__=torch_npu.Unused(name).__getattr__)
@@ -71,23 +72,12 @@ def build():
     """Build vLLM's configuration and groups, and a model that only has MoE layers."""
     import vllm.platforms  # noqa: F401
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
 
     put_fakes()
     eplb = {"dynamic_eplb": True, "num_redundant_experts": REDUNDANT} if FIRST else {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        config = EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=128,
-            enforce_eager=True,
-            tensor_parallel_size=RANKS,
-            enable_expert_parallel=True,
-            distributed_executor_backend="mp",
-            additional_config={"eplb_config": eplb, "weight_nz_mode": 0},
-        ).create_engine_config()
+        config = engine_config(folder, RANKS, eplb_config=eplb, weight_nz_mode=0)
     if not FIRST:
         # Without a device, vLLM rejects these settings.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -292,7 +282,8 @@ def move_in_second_runner(config, model):
     initial_P = _build_distributed_initial_expert_map(EXPERTS, REDUNDANT, RANKS)
     model.placement_LP = torch.tensor(initial_P).repeat(LAYERS, 1)
     swapped_P = torch.arange(RANKS * SLOTS)
-    first, second = SWAPPED, SLOTS + SWAPPED
+    first = SWAPPED
+    second = SLOTS + SWAPPED
     swapped_P[[first, second]] = swapped_P[[second, first]]
     for layer in model.layers:
         for weight_SN in layer.get_expert_weights():
@@ -303,7 +294,7 @@ def move_in_second_runner(config, model):
 
 
 def wrong_in_second_runner(model):
-    """Return the number of slots of this rank whose weights are not those of the expert in the placement."""
+    """Return the number of this rank's slots that do not hold the weights of the expert in the placement."""
     wrong = 0
     for index, layer in enumerate(model.layers):
         for slot, expert in enumerate(model.placement_LP[index].tolist()):

@@ -5,6 +5,7 @@ The figures of the engine's own policy are measured in the same engine with the 
 
 import json
 from functools import partial
+from statistics import mean
 
 import pytest
 
@@ -75,8 +76,9 @@ def check_balance_shown(service, path, capsys, per_pass):
     ]
     # The first value may still include steps before the move.
     pars = pars[1:]
-    initial, recent = counted[0], counted[1][-len(pars) * BALANCE_STEPS * per_pass :]
-    initial, recent, par = (sum(values) / len(values) for values in (initial, recent, pars))
+    initial = mean(counted[0])
+    recent = mean(counted[1][-len(pars) * BALANCE_STEPS * per_pass :])
+    par = mean(pars)
     decisions = service.log.read_text().count("engine_decision")
     with capsys.disabled():
         print(

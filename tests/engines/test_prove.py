@@ -103,7 +103,7 @@ def mean_par(service, process):
 
 
 def check_page(page):
-    """Check that a page is complete, loads nothing, and shows no time, since none was measured."""
+    """Check that a page is complete and loads nothing from the network. It must not show times: none were measured."""
     html = page.read_text()
     assert html.rstrip().endswith("</html>")
     assert not re.search(r"href|url\(|@import|http|<script", html)

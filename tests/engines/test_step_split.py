@@ -118,7 +118,10 @@ def test_vllm_gives_the_same_answers_if_each_step_is_split_by_its_own_counts(
 def test_data_parallel_ranks_without_tokens_take_part_in_the_exchange(
     requests, run_vllm, alone, many_experts, tmp_path
 ):
-    """One rank runs dummy passes, or the ranks have different numbers of tokens, of which 16 are prefilled per pass."""
+    """With one request, one rank runs dummy passes. With three, ranks have different numbers of tokens.
+
+    Prompts are prefilled in chunks of 16 tokens.
+    """
     load = LOAD | {"requests": requests, "engine": VLLM["dp2"] | CHUNKED}
     run = run_vllm(VLLM_032, load, model=many_experts, **BY_STEP)
     check_same_answers(run.answers(), alone(run_vllm, many_experts, LOAD["rounds"], requests), MOST_TIES)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch_npu
+from ascend_engine_config import engine_config
 from vllm_ascend_dense import (
     EXPERTS,
     HIDDEN,
@@ -37,7 +38,6 @@ def build(rank, port, config_folder, options):
     solver.warm_up = None
     sys.modules[solver.__name__] = solver
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
 
     eplb = {
         "dynamic_eplb": True,
@@ -46,17 +46,7 @@ def build(rank, port, config_folder, options):
         "algorithm_execution_interval": 2,
         "eplb_policy_type": options["policy"],
     }
-    config = EngineArgs(
-        model=config_folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        enforce_eager=True,
-        tensor_parallel_size=RANKS,
-        enable_expert_parallel=True,
-        distributed_executor_backend="mp",
-        additional_config={"eplb_config": eplb},
-    ).create_engine_config()
+    config = engine_config(config_folder, RANKS, eplb_config=eplb)
     from vllm_ascend.ascend_config import init_ascend_config
 
     with set_current_vllm_config(config):

@@ -340,27 +340,27 @@ def test_loads_follow_from_source_heat_and_tables(seed: int, steps: int, width: 
     assert source_RLE is not None
 
 
-def test_the_tokens_of_a_host_that_picks_entries_by_row_fall_on_random_replicas() -> None:
+def par_of_layer_0_by_row(*counts_RE: list[int]) -> float:
+    """Return the mean PAR of layer 0 if ranks that pick entries by row send these tokens in each step."""
     steps = 1000
     heat = assembler(steps, steps, width=2, entry_by_row=True)
     for layer, phy2log_RS in enumerate(PLACEMENT_LRS):
         heat.placements.place(layer, 0, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS, 2))
-    counts_TLE = np.tile(np.array([3, 1, 1], dtype=np.int32), (steps, LAYERS, 1))
-    add(heat, 0, sources_only(0, counts_TLE))
-    add(heat, 1, sources_only(0, 0 * counts_TLE))
-    # In layer 0, one of four steps sends all three tokens of expert 0 to one rank, which then has 4 of the 5 tokens.
-    assert heat.served_par(steps)[:, 0].mean() == pytest.approx(1.6 / 4 + 1.2 * 3 / 4, abs=0.02)
+    for rank, counts_E in enumerate(counts_RE):
+        counts_TLE = np.tile(np.array(counts_E, dtype=np.int32), (steps, LAYERS, 1))
+        add(heat, rank, sources_only(0, counts_TLE))
+    return float(heat.served_par(steps)[:, 0].mean())
+
+
+def test_the_tokens_of_a_host_that_picks_entries_by_row_fall_on_random_replicas() -> None:
+    # One of four steps sends all three tokens of expert 0 to one rank, which then has 4 of the 5 tokens.
+    expected = 1.6 / 4 + 1.2 * 3 / 4
+    assert par_of_layer_0_by_row([3, 1, 1], [0, 0, 0]) == pytest.approx(expected, abs=0.02)
 
 
 def test_ranks_with_the_same_counts_pick_replicas_independently() -> None:
-    steps = 1000
-    heat = assembler(steps, steps, width=2, entry_by_row=True)
-    for layer, phy2log_RS in enumerate(PLACEMENT_LRS):
-        heat.placements.place(layer, 0, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS, 2))
-    counts_TLE = np.tile(np.array([1, 0, 0], dtype=np.int32), (steps, LAYERS, 1))
-    add_all(heat, sources_only(0, counts_TLE))
-    # In layer 0, each rank sends one token of expert 0 to either rank. Half of the steps send both to the same rank.
-    assert heat.served_par(steps)[:, 0].mean() == pytest.approx(1.5, abs=0.06)
+    # Each rank sends one token of expert 0 to either rank. Half of the steps send both to the same rank.
+    assert par_of_layer_0_by_row([1, 0, 0], [1, 0, 0]) == pytest.approx(1.5, abs=0.06)
 
 
 def test_tokens_are_attributed_to_ranks_with_the_tables_of_their_epoch() -> None:

@@ -165,37 +165,6 @@ async def test_a_service_measures_the_layout_that_the_engine_serves():
         assert all(observer.installed.epoch == 1 for observer, _ in pairs)
 
 
-async def test_a_layout_that_moves_layer_by_layer_is_announced_once_it_has_settled():
-    """Ranks that announced a layout between two moves would be rejected, because their layer epochs would differ."""
-    async with run_service(service_settings(heartbeat_seconds=0.2)) as service, observed(service) as pairs:
-        plane = service.plane
-
-        def live():
-            deployment = plane.deployments.get("seen")
-            return None if deployment is None else deployment.live
-
-        await serve(pairs, BALANCED, lambda: live() is not None)
-        linear_RS = [[0, 1], [2, 3]]
-        first = live()
-        announced = []
-        for move in range(12):
-            moved = layout_of(*((HALVES, linear_RS) if move % 2 else (linear_RS, HALVES)))
-            # The ranks apply each move at the same pass, but their threads look at different times.
-            for observer, _ in pairs:
-                observer.placed(moved)
-            end = asyncio.get_running_loop().time() + 0.1
-            await serve(pairs, BALANCED, lambda end=end: asyncio.get_running_loop().time() > end)
-            announced.append(live() is not first)
-        assert not any(announced)
-        await serve(pairs, BALANCED, lambda: live() is not None and live() is not first)
-        settled = live()
-        assert settled.epoch == pairs[0][0].installed.epoch == pairs[1][0].installed.epoch
-        before = plane.deployments["seen"].heat.assembled
-        await serve(pairs, BALANCED, lambda: plane.deployments["seen"].heat.assembled >= before + 32)
-        assert not plane.deployments["seen"].attendance.rejections
-        assert live() is settled
-
-
 async def test_an_expert_that_is_twice_on_a_rank_is_measured_as_served():
     doubled = layout_of(*[[[0, 0, 1], [2, 3, 0]]] * LAYERS)
     async with run_service(service_settings()) as service, observed(service, layout=doubled) as pairs:
